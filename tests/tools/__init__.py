@@ -1,1 +1,1 @@
-"""Not tests: harnesses that measure and that write tables into docs/ (see the Makefile)."""
+"""Measuring tools, not tests. They write tables into docs/ (see the Makefile)."""

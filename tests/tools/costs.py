@@ -1,7 +1,8 @@
-"""What a run of the tests costs: ``python -m tests.tools.costs -m "not slow"``, with an empty cache, as a table on standard output.
+"""``python -m tests.tools.costs -m "not slow"``: print the costs of a test run as a table.
 
-The arguments are pytest's. Counts every run of g++ and its seconds, by what was made; the graphs that Inductor lowered; and the seconds of the tests,
-by folder. Other processes on the machine make all seconds longer. ``--cache FOLDER`` keeps what is compiled: a second run with it is a warm one.
+Other arguments go to pytest. The run starts with an empty cache. The table has the runs of g++ and their seconds, by product; the number of graphs
+that Inductor lowered; and the seconds of the tests, by folder. Other processes on the machine increase all seconds. ``--cache FOLDER`` keeps the
+compile cache; a second run with it is warm.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ exit $code
 
 
 def kind(arguments: str) -> str:
-    """What a run of g++ made."""
+    """Return the product of a run of g++."""
     words = arguments.split()
     if "-c" in words:
         return f"objects of {words[words.index('-c') + 1].rpartition('/')[2]}" if words[-1] in ("wrapper.o", "kernel.o") else "other objects"
@@ -36,7 +37,7 @@ def kind(arguments: str) -> str:
 
 
 def compiled(log: Path) -> dict[str, tuple[int, float]]:
-    """Runs of g++ and their seconds, by kind."""
+    """Return the number of runs of g++ and their seconds, by kind."""
     runs, seconds = Counter[str](), Counter[str]()
     for line in log.read_text().splitlines() if log.exists() else ():
         milliseconds, _, arguments = line.partition(" ")
@@ -46,10 +47,10 @@ def compiled(log: Path) -> dict[str, tuple[int, float]]:
 
 
 def tests(junit: Path) -> dict[str, tuple[int, float]]:
-    """Tests and their seconds, by folder below tests/."""
+    """Return the number of tests and their seconds, by folder below tests/."""
     count, seconds = Counter[str](), Counter[str]()
     for case in ElementTree.parse(junit).iter("testcase"):
-        folder = (*case.get("classname", "").split("."), "")[1]  # none of a file that could not be read
+        folder = (*case.get("classname", "").split("."), "")[1]  # "" if pytest could not read the file
         count[folder] += 1
         seconds[folder] += int(1000 * float(case.get("time", 0)))
     return {name: (count[name], seconds[name] / 1000) for name in sorted(count, key=lambda name: -seconds[name])}
@@ -77,7 +78,7 @@ def main() -> int:
         rows |= {f"g++: {name}": row for name, row in compiled(log).items()}
         rows |= {f"tests/{name}": row for name, row in (tests(junit) if junit.exists() else {}).items()}
         print(f"\n{os.cpu_count()} processors, load {os.getloadavg()[2]:.1f}; graphs lowered: {len(list(cache.glob('compiled/[!.]*'))) - before}")
-        print("\n| what | count | seconds |\n|---|---|---|")
+        print("\n| item | count | seconds |\n|---|---|---|")
         for name, (count, seconds) in rows.items():
             print(f"| {name} | {count:,} | {seconds:,.0f} |")
     return code

@@ -1,7 +1,7 @@
-"""``python -m tests.tools.rebuild_matrix --other PYTHON …``: packages made under each torch, rebuilt and run under each other one.
+"""``python -m tests.tools.rebuild_matrix --other PYTHON …``: export packages under each torch, rebuild and run them under the others.
 
-Of each case the builder exports a package, runs it on inputs that are not the example's, and stores what came; each other rebuilds the package
-without the model's source, and compares what its own code gives for those inputs. Compile caches are empty. ``make rebuild-matrix`` calls it.
+For each case, the builder exports a package, runs it on fresh inputs, and stores the results. Each other torch rebuilds the package without the
+model's source, runs it on the same inputs, and compares. Compile caches are empty. ``make rebuild-matrix`` calls this program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..support.oracle import RELATIVE
 
 ROOT = Path(__file__).parents[2]
 STEP = "step"
-FACTOR = 10  # of the tests' tolerance against eager: two versions' code, each that far from eager's
+FACTOR = 10  # times the tests' tolerance: the code of two versions is compared, and each differs from eager
 FRESH = 6  # rows
 
 
@@ -38,7 +38,7 @@ def cases() -> list[str]:
 
 
 def build(folder: Path) -> None:
-    """Exports every case, and stores what it gives for fresh inputs."""
+    """Export every case, and store its results for fresh inputs."""
     for name in cases():
         started = time.perf_counter()
         path = folder / f"{name}.pt2"
@@ -54,7 +54,7 @@ def build(folder: Path) -> None:
 
 
 def _exported(path: Path, name: str) -> tuple[Any, float | None]:
-    """Arguments that no example had, and the tolerance where it is not the dtype's."""
+    """Export a case. Return fresh arguments, and the tolerance if it is not that of the dtype."""
     import aot_backward as ab
 
     from ..support import golden_packages, zoo
@@ -68,7 +68,7 @@ def _exported(path: Path, name: str) -> tuple[Any, float | None]:
 
 
 def rebuild(folder: Path) -> None:
-    """Rebuilds what is in ``folder``, runs it, and writes ``rebuilt.json``."""
+    """Rebuild the packages in ``folder``, run them, and write ``rebuilt.json``."""
     import aot_backward as ab
 
     found = []
@@ -92,7 +92,7 @@ def rebuild(folder: Path) -> None:
 
 
 def results(path: Path, arguments: Any) -> dict[str, torch.Tensor]:
-    """Outputs and gradients of a module, or the losses of a training step and what it made of the parameters."""
+    """Return outputs, gradients and buffers of a module, or the losses and final parameters of a training step."""
     from aot_backward_runtime import load
 
     package = load(path)
@@ -129,10 +129,11 @@ def looked_at(path: Path) -> dict[str, Any]:
 
 
 def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float | None) -> dict[str, Any]:
-    """The tensor that differs most, by what is allowed: ‖a − e‖ over tolerance · max(‖e‖, a tenth of the largest gradient). ``relative``: the
-    tolerance, where it is not that of the dtype (bfloat16 inside)."""
+    """Return the tensor with the largest ratio of ‖a − e‖ to tolerance · max(‖e‖, a tenth of the largest gradient).
+
+    ``relative``: the tolerance, if it is not that of the dtype (bfloat16 inside)."""
     if actual.keys() != expected.keys():
-        return {"error": f"other results: {sorted(actual.keys() ^ expected.keys())}"}
+        return {"error": f"only one of both has {sorted(actual.keys() ^ expected.keys())}"}
     largest = max((float(e.double().norm()) for n, e in expected.items() if n.startswith("grad")), default=0.0)
     coarsest = relative or FACTOR * max(RELATIVE[e.dtype] for e in expected.values() if e.is_floating_point())
     worst, name = 0.0, ""
@@ -148,7 +149,7 @@ def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 
 
 def level_sizes(folder: Path) -> list[dict[str, Any]]:
-    """Bytes that each target adds, of three cases that :func:`build` left in ``folder``."""
+    """Return the bytes that each target adds, for three cases of :func:`build` in ``folder``."""
     import aot_backward as ab
     from aot_backward_runtime.package.archive import open_package
     from aot_backward_runtime.package.targets import targets_of
@@ -172,9 +173,9 @@ def level_sizes(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.rebuild_matrix")
     parser.add_argument(
-        "--other", metavar="PYTHON", nargs="+", help="the interpreters of other versions of torch, with this project installed or on its path"
+        "--other", metavar="PYTHON", nargs="+", help="interpreters with other versions of torch, and with this project installed or on their path"
     )
-    parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     parser.add_argument("--do", choices=("build", "rebuild", "levels"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -183,7 +184,7 @@ def main() -> None:
         assert made is None
         return
     if not options.other:
-        parser.error("--other PYTHON …: the interpreter of an environment with another torch")
+        parser.error("--other: expected the interpreter of an environment with another torch, got nothing")
     ways, sizes = [], []
     pythons = [sys.executable, *options.other]
     for builder in pythons:
@@ -202,7 +203,7 @@ def main() -> None:
         options.docs.with_suffix(".md").write_text(text)
         options.docs.with_suffix(".json").write_text(json.dumps({"ways": ways, "levels": sizes}, indent=1) + "\n")
     wrong = [r["case"] for w in ways for r in w["rows"] if "error" in r or not r["ratio"] <= 1]
-    sys.exit(f"differ: {', '.join(wrong)}" if wrong else 0)
+    sys.exit(f"wrong or failed: {', '.join(wrong)}" if wrong else 0)
 
 
 def _call(python: str, what: str, folder: str) -> str:
@@ -219,7 +220,7 @@ def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
     for way in ways:
         parts += ["", f"## Built with torch {way['built']}, rebuilt with torch {way['torch']}", ""]
         parts += [
-            "| case | libraries | operators | export s | rebuild s | self-check | differs most | of what is allowed |",
+            "| case | libraries | operators | export s | rebuild s | self-check | differs most | error over tolerance |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for r in way["rows"]:
@@ -231,10 +232,10 @@ def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
             parts.append(f"| {r['case']} | {numbers} |")
     parts += [
         "",
-        "Both with an empty compile cache, all cores. Compared: outputs, gradients and buffers of a module, or losses and parameters of a training",
-        f"step, at {FRESH} rows that no example had; allowed is ten times the tests' tolerance against eager.",
+        "Both compile caches were empty; all cores were used. Compared: outputs, gradients and buffers of a module, or losses and parameters of a",
+        f"training step, at {FRESH} new rows. The tolerance is {FACTOR} times that of the tests against eager.",
         "",
-        "## What each target adds",
+        "## Size of each target",
         "",
         "| case | cpu:sse4 kB | cpu:avx2 kB | cpu:avx512 kB | graphs as data kB | whole package kB | rebuilding all three s |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Results of the harnesses that go on where they were broken off: a JSON object a line."""
+"""Results of tools that continue an interrupted run: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """What a file holds; a last line that was cut off counts as not written, and is removed."""
+    """Return the records of a file. Remove an incomplete last line."""
     if not path.exists():
         return []
     text = path.read_text()

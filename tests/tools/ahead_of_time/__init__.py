@@ -1,1 +1,1 @@
-"""aot-backward beside what PyTorch itself offers to compile gradients ahead of time: what a process needs, and what is noticed."""
+"""Compare aot-backward with PyTorch's own ways to compile gradients ahead of time."""

@@ -1,7 +1,7 @@
-"""``python -m tests.tools.ahead_of_time [--models mlp,conv] [--rounds N] [--docs STEM]``: ways to compile gradients ahead of time, side by side.
+"""``python -m tests.tools.ahead_of_time [--models mlp,conv] [--rounds N] [--docs STEM]``: compare ways to compile gradients ahead of time.
 
-Two tables: what a fresh process needs for its first gradient, with and without a compiler on its ``PATH``, the ways in turn; and what each way
-makes of a program in which something has changed since the capture.
+The first table has the seconds that a fresh process needs for its first gradient, with and without a compiler on its ``PATH``; the ways take turns.
+The second table has the result of each way after something has changed since the capture.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NEAR = 1e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.ahead_of_time", description="Ways to compile gradients ahead of time.")
-    parser.add_argument("--models", default="mlp,conv,encoder", help="models of the table of first gradients")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes of each way, in turn")
-    parser.add_argument("--cases", default=",".join(one.CASES), help="what changes after the capture, by default all")
-    parser.add_argument("--ways", default=",".join(WAYS), help="by default all that this torch has")
+    parser.add_argument("--models", default="mlp,conv,encoder", help="models of the first table")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes per way; the ways take turns")
+    parser.add_argument("--cases", default=",".join(one.CASES), help="changes after the capture, by default all")
+    parser.add_argument("--ways", default=",".join(WAYS), help="by default all ways that this torch has")
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     options = parser.parse_args()
     ways = options.ways.split(",")
@@ -49,11 +49,11 @@ def main() -> None:
         options.docs.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
         options.docs.with_suffix(".md").write_text(page(found))
     ours = [r for r in found["changed"] if r["way"] == "ours" and r["verdict"] not in ("eager's", "refused")]
-    sys.exit(f"ours is neither eager's nor refused: {ours}" if ours else 0)
+    sys.exit(f"ours: expected eager's numbers or a refusal, got {ours}" if ours else 0)
 
 
 def _first(name: str, ways: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Of each way: seconds to write; with a compiler on the PATH and without one, seconds from the start of a process to its gradients."""
+    """Return, per way, the seconds to compile and the seconds from the start of a process to its gradients, with and without a compiler."""
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for way in ways:

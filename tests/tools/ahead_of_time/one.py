@@ -1,6 +1,6 @@
-"""``python -m tests.tools.ahead_of_time.one write|first WAY MODEL FOLDER`` and ``… changed WAY CASE``: one measurement in a process of its own.
+"""``python -m tests.tools.ahead_of_time.one write|first WAY MODEL FOLDER`` and ``… changed WAY CASE``: one measurement in a separate process.
 
-The last line is JSON. ``first``: nothing but what the way needs is imported before the first gradient is there.
+The last line is JSON. ``first`` imports only the modules that the way needs before it has the first gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from aot_backward_runtime.errors import AotBackwardError
 
 from .ways import WAYS
 
-CLOCK = time.CLOCK_MONOTONIC  # which all processes of the machine share
+CLOCK = time.CLOCK_MONOTONIC  # all processes of the machine share this clock
 _RELATIVE = 1e-5
 
 
@@ -97,11 +97,11 @@ CASES: dict[str, tuple[Callable[[nn.Module], object], dict[str, Any]]] = {
     "an input of another size": (_nothing, {"rows": 7}),
     "an input that is a transposed view": (_nothing, {"transposed": True}),
 }
-"""What is done to the loaded module, and what is otherwise at the call than at the capture."""
+"""Per case: the change to the loaded module, and the settings of the call that differ from the capture."""
 
 
 def changed(way: str, case: str) -> dict[str, Any]:
-    """Whether a loaded program computes what eager does where something has changed since the capture."""
+    """Return whether a loaded program gives eager's numbers after something has changed since the capture."""
     change, otherwise = CASES[case]
     dropout = otherwise.get("dropout", 0.0)
     torch.manual_seed(1)
@@ -113,7 +113,7 @@ def changed(way: str, case: str) -> dict[str, Any]:
         WAYS[way].write(_small(dropout), (captured,), [None], Path(folder))
         try:
             actual = _called(way, Path(folder), change, otherwise, x)
-        except Exception as error:  # a peer may raise anything; ours only what it documents
+        except Exception as error:  # PyTorch's ways may raise anything; ours may raise only documented errors
             if way == "ours" and not isinstance(error, AotBackwardError):
                 raise
             text = str(error).strip().splitlines()

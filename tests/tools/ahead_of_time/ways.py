@@ -1,6 +1,6 @@
-"""Ways to compile a loss and its gradients now, and to compute them in another process: what each writes, and how that is loaded.
+"""Ways to compile a loss and its gradients in one process and to compute them in another.
 
-Every way serves the same program, whose forward returns a scalar, and leaves the gradients in the ``.grad`` of the parameters.
+Every way gets the same program. Its forward returns a scalar; the gradients end up in the ``.grad`` of the parameters.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 Program = Callable[..., torch.Tensor]
-"""Takes the arguments, returns the loss; the gradients of the parameters are then in their ``.grad``."""
+"""Take the arguments, return the loss. Afterwards the parameters have their ``.grad``."""
 Dims = Sequence[Mapping[int, Any] | None]
-"""Of each argument, its dynamic dimensions and their ``torch.export.Dim``."""
+"""Per argument: its dynamic dimensions and their ``torch.export.Dim``."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """``write(program, args, dims, folder)`` compiles; ``load(folder, program)`` gives what can be called, and the module whose ``.grad`` it fills.
-    ``program`` is a callable that makes the module, for ways that need it there, too."""
+    """``write(program, args, dims, folder)`` compiles. ``load(folder, program)`` returns a callable and the module that gets the gradients.
+
+    ``program`` in ``load`` is a callable that makes the module, for ways that need the module in the second process."""
 
     write: Callable[[nn.Module, tuple[Any, ...], Dims, Path], None]
     load: Callable[[Path, Callable[[], nn.Module]], tuple[Program, nn.Module]]
@@ -52,9 +53,9 @@ def _load_ours(folder: Path, program: Callable[[], nn.Module]) -> tuple[Program,
 
 def _write_compiled(program: nn.Module, args: tuple[Any, ...], dims: Dims, folder: Path) -> None:
     for tensor, each in zip(args, dims, strict=True):
-        for dim in each or ():  # dynamic=True would make symbols of numbers, too, which aot_compile stumbles over
+        for dim in each or ():  # dynamic=True also makes numbers symbolic, and aot_compile fails on these
             torch._dynamo.mark_dynamic(tensor, dim)
-    options = {"fallback_random": True}  # eager's random numbers
+    options = {"fallback_random": True}  # draw the same random numbers as eager
     compiled = torch.compile(program.forward, fullgraph=True, dynamic=None if any(dims) else False, options=options)
     compiled.aot_compile((args, {})).save_compiled_function(str(folder / "compiled"))
 
@@ -70,7 +71,7 @@ def _write_precompiled(program: nn.Module, args: tuple[Any, ...], dims: Dims, fo
     from torch.compiler import precompile
 
     for tensor, each in zip(args, dims, strict=True):
-        for dim, known in (each or {}).items():  # without a shape_id, sizes that are always equal are taken for different ones
+        for dim, known in (each or {}).items():  # without a shape_id, torch treats sizes that are always equal as different
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=known.__name__, min=known.min, max=known.max)
     with precompile.capture(_step, artifact_path=folder / "precompiled.py", cache_path=folder / "precompiled.cache") as capture:
         capture(program, *args)
@@ -103,5 +104,5 @@ WAYS: dict[str, Way] = {
     "ours": Way(_write_ours, _load_ours),
     "torch.compile aot_compile": Way(_write_compiled, _load_compiled),
 }
-if hasattr(getattr(torch.compiler, "precompile", None), "capture"):  # torch 2.15; 2.14's has another interface
+if hasattr(getattr(torch.compiler, "precompile", None), "capture"):  # torch 2.15; the one of 2.14 has a different interface
     WAYS["torch.compiler.precompile"] = Way(_write_precompiled, _load_precompiled)

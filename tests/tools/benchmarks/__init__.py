@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m tests.tools.benchmarks``. What is measured and against what, one module per subject; no test asserts a time."""
+"""Benchmarks: ``python -m tests.tools.benchmarks``. Each subject is one module. No test asserts a time."""

@@ -12,7 +12,10 @@ from typing import Any
 
 from . import processes, report
 
-SUBJECTS = ("overhead", "steps", "cold", "memory", "size", "replay", "doors", "training", "native", "step_overhead", "ddp", "onnx_step", "scripts")
+SUBJECTS = (
+    *("overhead", "steps", "cold", "memory", "size", "replay", "doors", "sizes", "exports", "training", "native"),
+    *("step_overhead", "ddp", "onnx_step", "scripts"),
+)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""``python -m tests.tools.benchmarks.attached MODEL PACKAGE STEPS``: the script of ``unmodified.py`` with one line more, ``attach``.
+"""``python -m tests.tools.benchmarks.attached MODEL PACKAGE STEPS``: the script of ``unmodified.py`` plus one line, ``attach``.
 
-Where there is no such file yet, the module is exported to it, and nothing is run.
+If PACKAGE does not exist, export the module to it and run nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from aot_backward_runtime import load
 
 from . import unmodified
 
-EXPORTED = "{}"  # what a run that exports prints
+EXPORTED = "{}"  # output of a run that only exports
 
 
 def export(name: str, path: Path) -> None:

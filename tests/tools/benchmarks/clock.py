@@ -1,4 +1,4 @@
-"""Timing of calls within a process, and what is said about the samples."""
+"""Time calls within a process and summarize the samples."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-DISCARDED = 10  # calls before the first that counts
+DISCARDED = 10  # warm-up calls
 _BATCH = 2e-3  # seconds; a batch of short calls lasts about this long
 
 
 def batch_size(call: Callable[[], Any]) -> int:
-    """How many calls make a batch; 1 for calls of more than 2 ms. Discards the first calls."""
+    """Return the number of calls in a batch; 1 for calls of more than 2 ms. Make the warm-up calls first."""
     for _ in range(DISCARDED):
         call()
     count = 1
@@ -26,7 +26,7 @@ def batch_size(call: Callable[[], Any]) -> int:
 
 
 def batch(call: Callable[[], Any], count: int) -> float:
-    """Seconds per call of ``count`` calls on end, the collector off."""
+    """Return the seconds per call of ``count`` calls in a row, with the garbage collector off."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,7 +41,7 @@ def batch(call: Callable[[], Any], count: int) -> float:
 
 
 def samples(call: Callable[[], Any], count: int, seconds: float) -> list[float]:
-    """Batches of ``count`` calls for about ``seconds``, three at least: seconds per call of each."""
+    """Run batches of ``count`` calls for about ``seconds``, at least three. Return the seconds per call of each batch."""
     out: list[float] = []
     end = time.perf_counter() + seconds
     while len(out) < 3 or time.perf_counter() < end:
@@ -50,7 +50,9 @@ def samples(call: Callable[[], Any], count: int, seconds: float) -> list[float]:
 
 
 def interleaved(peers: Mapping[str, Callable[[], Iterable[float]]], rounds: int) -> dict[str, list[float]]:
-    """A B C C B A, ``rounds`` times: what drifts on the machine falls on every peer alike. Each peer returns samples in seconds."""
+    """Run the peers as A B C C B A, ``rounds`` times, so that drift of the machine affects all peers equally.
+
+    Each peer returns samples in seconds."""
     out: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(rounds):
         for name in (*peers, *reversed(peers)):
@@ -59,7 +61,7 @@ def interleaved(peers: Mapping[str, Callable[[], Iterable[float]]], rounds: int)
 
 
 def compare(calls: Mapping[str, Callable[[], Any]], seconds: float, rounds: int) -> dict[str, dict[str, float]]:
-    """The times of ``calls`` in this process, taken in turn, each for ``seconds`` at a time in batches of its own size."""
+    """Time ``calls`` in this process. They take turns of ``seconds``; each has its own batch size."""
     counts = {p: batch_size(c) for p, c in calls.items()}
     peers = {p: lambda c=c, p=p: samples(c, counts[p], seconds) for p, c in calls.items()}
     return {p: summary(s) for p, s in interleaved(peers, rounds).items()}

@@ -1,8 +1,8 @@
-"""From the start of a process to the first gradient in hand, ``import torch`` included.
+"""Time from the start of a process to its first gradient, ``import torch`` included.
 
-Every peer is a script of its own, run twice and discarded (pages, bytecode and caches are then warm) and then in turn with the others. Eager
-builds its module from its seed and reads no file of weights: the least that it can do. ``aoti``: a graph that returns value and gradients,
-traced with ``make_fx`` and packaged by torch's own ``aoti_compile_and_package``, opened by ``aoti_load_package``. Floor: ``import torch``.
+Each peer is a separate script. Two discarded runs warm the page cache, the bytecode and the compile caches; then the peers take turns. Eager builds
+its module from a seed and reads no weights, which is its best case. ``aoti`` is a graph of value and gradients, traced with ``make_fx``, packaged
+with torch's ``aoti_compile_and_package`` and opened with ``aoti_load_package``. ``import`` is ``import torch`` alone, the lower bound.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from . import clock, processes, programs
 from .report import Result, Target
 
 TITLE = "fresh process to first gradient, milliseconds from its start (median; least; processor time)"
-SLOW = ("compile", "aoti")  # take part in every third round: seconds each, and far from the others
-DISCARDED = 2  # processes; the first of them fills the caches
+SLOW = ("compile", "aoti")  # run in every third round only: each takes seconds
+DISCARDED = 2  # processes; the first one fills the caches
 ROWS = {"mlp": programs.SMALL, "wide": 16}
 
 _END = """
@@ -120,7 +120,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
             processes.run(_AOTI, name, stock, ROWS[name], threads=1)
         for count in threads:
             _measure_model(result, name, package, stock, count, quick)
-    result.notes.append("compile: caches warm (autograd_cache_hit in every process); aoti: torch's own package of a traced gradient graph")
+    result.notes.append("compile: caches warm (autograd_cache_hit in every process); aoti: AOTInductor's package of a traced gradient graph")
     _conclude(result)
     return result
 
@@ -130,7 +130,7 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
     answers: dict[str, dict[str, Any]] = {}
     turns = dict.fromkeys(peers, 0)
     used: dict[str, list[float]] = {p: [] for p in peers}
-    # compiled for all alike, whatever the environment says about writing it
+    # all peers get compiled bytecode, even if the environment forbids writing it
     bytecode = {"PYTHONPYCACHEPREFIX": str(processes.WORK / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
     def once(peer: str) -> list[float]:
@@ -150,12 +150,12 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
         raise RuntimeError(f"torch.compile's cache was not hit: {answers['compile']}")
     for peer in peers:
         if peer != "import" and abs(answers[peer]["norm"] / answers["eager"]["norm"] - 1) > 1e-4:
-            raise RuntimeError(f"{name}: the gradients of {peer} have norm {answers[peer]['norm']}, eager's {answers['eager']['norm']}")
+            raise RuntimeError(f"{name}, {peer}: expected gradients of norm {answers['eager']['norm']}, got {answers[peer]['norm']}")
     times = clock.interleaved({p: lambda p=p: in_turn(p) for p in peers}, 1 if quick else 6)
     found = {p: {**clock.summary(s), "cpu_s": statistics.median(used[p][DISCARDED:])} for p, s in times.items()}
     eager, ours = (found[p]["median_s"] for p in ("eager", "module"))
     for peer in peers:
-        if peer not in SLOW:  # what drifts on the machine cancels in pairs of processes that ran one after the other
+        if peer not in SLOW:  # differences of consecutive processes cancel drift of the machine
             found[peer]["over_eager_s"] = statistics.median(a - b for a, b in zip(times[peer], times["eager"], strict=True))
     size = package.stat().st_size
     for peer in peers:

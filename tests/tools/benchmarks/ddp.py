@@ -1,7 +1,7 @@
 """One training step over two processes of this machine: a distributed ``step`` entry against ``DistributedDataParallel`` with fused AdamW.
 
-Each row is one pair of processes, with one thread each, in which all peers take turns: the collectives keep the pair in step. ``sum`` is what the
-averaging alone costs, ``alone`` the step of one process. Before anything is timed, the losses of four steps are compared.
+Each row is one pair of processes with one thread each. All peers take turns in it; the collectives keep the two processes in step. ``sum`` is the
+averaging alone, ``alone`` is the step of one process. The losses of four steps are compared before any timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODELS = ("mlp-10k", "mlp-1m")
 ROWS = 16
 PROCESSES = 2
 PEERS = ("ddp", "ddp-view", "step", "sum", "alone")
-"""``ddp-view``: with ``gradient_as_bucket_view=True``, which spares DDP two copies of the gradients."""
+"""``ddp-view`` is DDP with ``gradient_as_bucket_view=True``, which saves two copies of the gradients."""
 
 _EXPORT = """
 import json, sys
@@ -41,7 +41,7 @@ print(json.dumps({}))
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    """``threads`` are not looked at: two processes with one thread each."""
+    """Ignore ``threads``: there are two processes with one thread each."""
     result = Result("ddp", TITLE, ["model", "parameters", "rows", *PEERS, "step/ddp", "step/ddp-view"])
     for name in MODELS[:1] if quick else MODELS:
         package = processes.package(f"ddp-{name}")
@@ -50,7 +50,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
         data = _pair({"model": name, "package": str(package), "quick": quick})
         for peer in ("ddp-view", "step"):
             if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(data["losses"][peer], data["losses"]["ddp"], strict=True)):
-                raise RuntimeError(f"{name}: the losses of {peer} are {data['losses'][peer]}, DDP's {data['losses']['ddp']}; nothing was timed")
+                raise RuntimeError(f"{name}, {peer}: expected DDP's losses {data['losses']['ddp']}, got {data['losses'][peer]}. Nothing was timed.")
         median = {peer: data["times"][peer]["median_s"] for peer in PEERS}
         size = sum(p.numel() for p in training.make(name, ROWS)[0].parameters())
         ratios = [f"{median[peer] / median['step']:.2f}" for peer in ("ddp", "ddp-view")]
@@ -82,7 +82,7 @@ def _conclude(result: Result) -> None:
 
 
 def _rank(spec: dict[str, Any]) -> dict[str, Any]:
-    """What one of the pair does; both do the same number of everything."""
+    """Measure in one process of the pair. Both processes must make the same number of each call."""
     import aot_backward_runtime
 
     _, batches = training.make(spec["model"], ROWS)
@@ -134,4 +134,4 @@ if __name__ == "__main__":
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found), flush=True)
     torch.distributed.barrier()
-    os._exit(0)  # DDP's threads may abort as Python shuts down
+    os._exit(0)  # DDP's threads may abort while Python shuts down

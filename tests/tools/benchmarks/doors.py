@@ -1,9 +1,9 @@
-"""Every door beside eager, over the models of ``make models``, three of the examples' kind, and several batches: forward and backward through
-``module``, ``grad`` and ``replay``; a whole step with AdamW through ``step``. Of each package the batch is open; a second one has it fixed.
+"""Compare every kind of entry, and replay, with eager at several batch sizes: the models of ``make models`` and three models like the examples.
 
-A model is exported and recorded by processes of their own, then measured in one for each number of threads, all peers in turn, after their
-gradients were compared with eager's. One row stands for two where the model, or its code, needs two at least. What was measured is kept, a file a
-model, in ``doors/`` of the work folder: ``--reuse`` goes on from there.
+``module``, ``grad`` and ``replay`` run forward and backward; ``step`` runs a whole step with AdamW. One package has a dynamic batch, a second one a
+static batch. Separate processes export and record a model. Then one process per number of threads measures it: the peers take turns, after their
+gradients were compared with eager's. If a model or its code needs at least two rows, the row "1" has two. Results are kept in ``doors/`` of the work
+folder, one file per model; ``--reuse`` continues from there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROWS, FIXED = (1, 16, 256), 16
 QUICK = ("mlp", "embedding")
 SMALL = 1_000_000
 LEARNING_RATE = 1e-6  # see training.LEARNING_RATE
-_RECORDED = 120  # passes of each number of rows: as scripts do, one size for a while
-_WARM = 40  # passes before one counts: within a replay the first ones find out what is the fastest
+_RECORDED = 120  # passes per number of rows, one size after the other, as in a script
+_WARM = 40  # warm-up passes: replay times its choices during the first ones
 
 
 class _Makemore(nn.Module):
-    """The next character from the eight before it (Bengio et al., 2003), as in the lectures of that name."""
+    """Predict the next character from the eight before it (Bengio et al., 2003), as in the lectures "makemore"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def _example(folder: str, name: str) -> nn.Module:
 
 
 class _Positions(nn.Module):
-    """A force field that says itself what it differentiates by."""
+    """A force field that makes its own leaf from the positions."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ NAMES = (*models.NAMES, *_OWN)
 
 
 class Program:
-    """A model with a scalar loss, arguments by number of rows, and which of their dimensions are left open."""
+    """A model with a scalar loss, its arguments by number of rows, and its dynamic dimensions."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(7)
@@ -91,7 +91,7 @@ class Program:
         if name == "forcefield":
             self.model = _Positions(self.model)
         self.loss = Loss(self.model)
-        self.relative = case.relative or 1e-3  # how far gradients may be from eager's
+        self.relative = case.relative or 1e-3  # tolerance of the gradients
         dims = case.dynamic_shapes
         self.least = max((dim.min for spec in dims.values() for dim in spec.values()), default=1)
         self.open = {a: {d: Dim(dim.__name__, min=dim.min, max=4096) for d, dim in spec.items()} for a, spec in dims.items()}
@@ -102,7 +102,7 @@ class Program:
 
     @property
     def has_step(self) -> bool:
-        """Complex parameters have none: the compiler has no optimizer for them."""
+        """Whether a step can be exported. The compiler does not support optimizers of complex parameters."""
         return not any(p.is_complex() for p in self.model.parameters())
 
     def size(self) -> int:
@@ -120,7 +120,7 @@ print(json.dumps({}))
 
 
 def export(name: str, path: str, kind: str) -> None:
-    """Within a process of its own: the package of ``kind`` "open", "fixed" or "recorded"."""
+    """Write the package of ``kind`` "open", "fixed" or "recorded". Runs in a separate process."""
     import aot_backward as ab
 
     program = Program(name)
@@ -147,7 +147,7 @@ def export(name: str, path: str, kind: str) -> None:
 
 
 def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Within the process that measures. Requests: {"rows": n, "rounds": n, "seconds": s}."""
+    """Answer requests in the measuring process: {"rows": n, "rounds": n, "seconds": s}."""
     import aot_backward_runtime
     from aot_backward_runtime.errors import InputError
 
@@ -158,7 +158,7 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     loaded = {kind: aot_backward_runtime.load(packages[kind]) for kind in ("open", "fixed")}
     modules = {kind: p.module("module").train() for kind, p in loaded.items()}
     grads = {kind: p.grad("grad") for kind, p in loaded.items()}
-    steps = {kind: aot_backward_runtime.load(packages[kind]).step("step") for kind in loaded if program.has_step}  # trains weights of its own
+    steps = {kind: aot_backward_runtime.load(packages[kind]).step("step") for kind in loaded if program.has_step}  # a step trains its own weights
 
     def eager(args: tuple[torch.Tensor, ...]) -> None:
         for p in parameters:
@@ -176,7 +176,7 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
         return call
 
     def replayed() -> Any:
-        """Where eager was as fast, nothing was recorded."""
+        """Return a replay, or a null context if the recording kept nothing because eager was as fast."""
         recorded = Path(packages["recorded"])
         return aot_backward_runtime.replay(recorded) if recorded.exists() else contextlib.nullcontext()
 
@@ -203,14 +203,14 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
                 if e is not None and g is not None and float((g - e).norm()) <= program.relative * max(float(e.norm()), 0.1 * largest):
                     continue
                 if e is not None or g is not None:
-                    raise RuntimeError(f"{name}, {door}: the gradient of {n} is not eager's")
+                    raise RuntimeError(f"{name}, {door}: the gradient of {n} differs from eager's")
 
     def answer(request: dict[str, Any]) -> Any:
         args, seconds, rounds = program.args(request["rows"]), request["seconds"], request["rounds"]
         kinds = ("open", "fixed") if request["rows"] == FIXED else ("open",)
         try:
             check(args, kinds)
-        except InputError:  # the export has found that the code needs two rows at least
+        except InputError:  # the export found that the code needs at least two rows
             args = program.args(request["rows"] + 1)
             check(args, kinds)
         within: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {"eager": (partial(eager, args), None)}
@@ -294,7 +294,7 @@ def _measured(name: str, quick: bool, threads: list[int]) -> Iterator[dict[str, 
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """How many times faster than the best of eager each door is, with the better of its packages."""
+    """Return how many times faster than the best eager peer each kind of entry is, with the better of its packages."""
     median = {p: t["median_s"] for p, t in row["times"].items()}
     best = {**dict.fromkeys(PASSES, median["eager"]), **dict.fromkeys(STEPS, min((median[p] for p in OPTIMIZERS if p in median), default=0.0))}
     ours = {door: [t for p, t in median.items() if p in (f"{door} open", f"{door} fixed")] for door in best}
@@ -328,7 +328,7 @@ def _conclude(result: Result) -> None:
         ]
         if static:
             mean, most = statistics.geometric_mean(static), max(static)
-            result.notes.append(f"{door}, {FIXED} rows: where the batch is open, {mean:.2f} times as long as where it is fixed; {most:.2f} at most")
+            result.notes.append(f"{door}, {FIXED} rows: a dynamic batch takes {mean:.2f} times as long as a static one; {most:.2f} at most")
     for rows in sorted({row["rows"] for row, _ in found}):
         some = [r for row, r in found if row["rows"] == rows]
         means = (f"{d} {statistics.geometric_mean(r[d] for r in some if d in r):.2f}" for d in _DOORS)

@@ -1,8 +1,7 @@
-"""Packages without PyTorch: from the start of a process to its first gradient, its peak memory, and calls, by C and Python over either backend of
-the C library, beside PyTorch's runtime and eager.
+"""Packages without PyTorch: start to the first gradient, peak memory, and calls, against PyTorch's runtime and eager.
 
-Start: the whole of a fresh process with a gradient function of a small MLP. Calls: gradient functions and steps of the models of ``doors`` at their
-stored example, in a process for each backend, in turn; the median of the medians.
+C and Python use both backends of the C library. Start: a whole fresh process with a gradient function of a small MLP. Calls: gradient functions and
+steps of the models of ``doors`` at their stored example. Each backend has its own process; they take turns; the figure is the median of medians.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from . import doors, processes
 from .report import Result, Target
 
 TITLE = "from C and Python without PyTorch: start to the first gradient, memory, calls"
-LARGEST = 200_000  # parameters of the models of which the target speaks
+LARGEST = 200_000  # the target covers models with fewer parameters
 LIBTORCH = f"{torch.__path__[0]}/lib/libtorch_cpu.so"
 _PEAK = """
 print('{"peak":', 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")), "}")
@@ -95,7 +94,7 @@ def _write_inputs(path: Path, tensors: list[torch.Tensor]) -> None:
 
 
 def _whole(argv: list[str]) -> tuple[float, int]:
-    """Seconds of a process, from its start to its end, and the bytes of its peak."""
+    """Return the seconds from the start to the end of a process, and its peak memory in bytes."""
     began = processes.now()
     done = subprocess.run(argv, capture_output=True, text=True, env=processes.environment(1))
     seconds = processes.now() - began

@@ -1,7 +1,7 @@
 """A whole training step with AdamW as an ONNX graph run by onnxruntime, against the ``step`` entry of this runtime and eager's fused optimizer.
 
-The models and batches are those of ``training``. onnxruntime is called in two ways: with NumPy arrays, as a script would, and with the state
-held as its own values, which spares the copies. A process per peer, asked in turn; the losses of five steps are compared before anything is timed.
+The models and batches come from ``training``. There are two ways to call onnxruntime: with NumPy arrays, as a script would, and with the state kept
+as its OrtValues, which saves the copies. Each peer is a process; they take turns. The losses of five steps are compared before any timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = (1, 16, 256)
 
 
 def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Within a peer's process, as ``training.serve``."""
+    """Answer requests in a peer's process, like ``training.serve``."""
     if not spec["peer"].startswith("onnx"):
         return training.serve(spec)
     step = _steps(spec)
@@ -41,7 +41,7 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 
 
 def _steps(spec: dict[str, Any]) -> Callable[[], Any]:
-    """One step, on the next batch, from the state that the last one left."""
+    """Return a function that makes one step on the next batch, from the state after the last step."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

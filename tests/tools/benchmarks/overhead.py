@@ -1,8 +1,8 @@
-"""What a call of a ``grad`` entry costs over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
+"""Overhead of a call of a ``grad`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
 
 ``passed``: N tensors of four elements go in, the gradient of one comes back. ``returned``: N go in, N gradients come back in a dict.
-``bound``: one tensor goes in, N parameters are bound. The runner is torch's own, opened on the library out of the package, its constants
-bound as docs/format.md says.
+``bound``: one tensor goes in, N parameters are bound. The runner is torch's; it opens the library from the package. Its constants are bound as
+docs/format.md describes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import clock, processes
 from .processes import Peer
 from .report import Result, Target
 
-TITLE = "one call of a grad entry, microseconds (median), and what it costs over the raw runner"
+TITLE = "one call of a grad entry, microseconds (median), and its overhead over the raw runner"
 COUNTS = (1, 4, 16, 64, 256)
 
 _EXPORT = """
@@ -58,7 +58,7 @@ def entries(counts: list[int]) -> dict[str, Any]:
 
 
 def serve(spec: dict[str, Any]) -> Any:
-    """Within the process that is measured. Requests: {"entry": name, "rounds": n, "seconds": s}."""
+    """Answer requests in the measured process: {"entry": name, "rounds": n, "seconds": s}."""
     import torch
 
     import aot_backward_runtime
@@ -88,11 +88,11 @@ def serve(spec: dict[str, Any]) -> Any:
         args = tuple(torch.randn(4) for _ in spec_of.variants[0].inputs)
         passed = [args[int(o.partition(":")[2])] for o in call.operands]
         value, gradients = entry(*args)
-        # the results are the value and the gradients in the plan's own order
+        # the results are the value and the gradients, in the order of the plan
         made = [value, *(gradients.values() if isinstance(gradients, dict) else [gradients])]
         results = runner.run(passed)
         if len(results) != len(made) or not all(any(torch.equal(m, r) for r in results) for m in made):
-            raise RuntimeError(f"{name}: the raw runner gives other numbers")
+            raise RuntimeError(f"{name}: the results of the raw runner differ")
         calls = {"grad": lambda: entry(*args), "raw": lambda: runner.run(passed)}
         return clock.compare(calls, request["seconds"], request["rounds"])
 

@@ -1,4 +1,4 @@
-"""Fresh processes: one that is run once, and peers that stay and are asked in turn."""
+"""Fresh processes: scripts that run once, and peers that stay and answer requests in turn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 WORK = ROOT / "build" / "benchmarks"
-"""Packages and caches of the benchmarks. May be deleted; the next run then compiles again."""
+"""Packages and caches of the benchmarks. You may delete this folder; the next run then compiles again."""
 
 _READY = "ready"
 
 REUSE = False
-"""Whether packages that are there are measured as they are (``--reuse``), not exported again."""
+"""Whether to measure existing packages (``--reuse``) instead of exporting them again."""
 
 
 def package(name: str) -> Path:
@@ -33,12 +33,12 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 def now() -> float:
-    """Seconds on a clock that all processes of the machine share."""
+    """Return the seconds of a clock that all processes of the machine share."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def run(script: str, *arguments: object, threads: int, **more: str) -> tuple[float, dict[str, Any]]:
-    """Runs ``script`` in a fresh process. Returns when it was started (:func:`now`), and the JSON of its last line of output."""
+    """Run ``script`` in a fresh process. Return its start time (:func:`now`) and the JSON of its last line of output."""
     argv = [sys.executable, "-c", script, *map(str, arguments)]
     start = now()
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=environment(threads, **more), stdin=subprocess.DEVNULL)
@@ -48,7 +48,7 @@ def run(script: str, *arguments: object, threads: int, **more: str) -> tuple[flo
 
 
 class Peer:
-    """A process of its own that answers requests: ``serve(spec)`` of ``module`` there makes what answers them."""
+    """A separate process that answers requests: it calls the function that ``serve(spec)`` of ``module`` returns."""
 
     def __init__(self, module: str, spec: Mapping[str, Any], *, threads: int, **more: str):
         self.spec = dict(spec)
@@ -70,12 +70,12 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the measured process {self.spec} ended with status {self._process.wait()}; its message is above")
+            raise RuntimeError(f"the measured process {self.spec} ended with status {self._process.wait()}. Its message is above.")
         return json.loads(line)
 
 
 def main(module: str, spec: dict[str, Any]) -> None:
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not be taken for an answer
+    out, sys.stdout = sys.stdout, sys.stderr  # stdout is for answers only, not for output of libraries
     import torch
 
     torch.set_num_threads(spec["threads"])

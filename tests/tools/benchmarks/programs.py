@@ -1,4 +1,4 @@
-"""What the benchmarks run: the models of tests/support/zoo.py and larger ones, the loss that is differentiated, and their packages."""
+"""Programs of the benchmarks: the models of tests/support/zoo.py and larger ones, their loss, and their packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL, LARGE = 3, 48  # rows in a batch
 
 
 class Loss(nn.Module):
-    """The mean square of everything differentiable that ``model`` returns."""
+    """The sum of the mean squares of all floating-point outputs of ``model``."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -39,13 +39,13 @@ def wide() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    """A transformer whose activations weigh more than its parameters: 2 layers of width 128."""
+    """A transformer of 2 layers of width 128. Its activations need more memory than its parameters."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def make(name: str) -> nn.Module:
-    """The model of that name, with the same weights each time."""
+    """Return the model of that name, with the same weights each time."""
     if name in zoo.NAMES:
         return zoo.make(name).module.train()
     torch.manual_seed(7)
@@ -53,7 +53,7 @@ def make(name: str) -> nn.Module:
 
 
 def inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
-    """Arguments of a call, none of which requires a gradient: a training step."""
+    """Return the arguments of a call. None requires a gradient, as in a training step."""
     if name in zoo.NAMES:
         made = zoo.make(name).args(rows)
         torch.manual_seed(1)
@@ -63,7 +63,7 @@ def inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
 
 
 def random_masks(name: str) -> bool:
-    """Whether the model draws random numbers; Inductor's own generator draws others than eager."""
+    """Return whether the model draws random numbers. Inductor's generator draws different ones than eager."""
     return any(isinstance(m, nn.Dropout) and m.p > 0 for m in make(name).modules())
 
 
@@ -88,14 +88,15 @@ print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
 def export(name: str, rows: Sequence[int], kinds: str = "module,grad", **more: str) -> tuple[Path, float]:
-    """The package of a model, exported by a fresh process: entries ``net`` and ``loss``, a static variant per batch; and the seconds
-    that took after torch and the library had been imported (Inductor is imported within)."""
+    """Export a model in a fresh process: entries ``net`` and ``loss``, a static variant per batch size.
+
+    Return the package and the seconds of the export. They include the import of Inductor, but not of torch and this project."""
     path = processes.package(f"{name}-{'-'.join(map(str, rows))}-{kinds.replace(',', '-')}")
     _, answer = processes.run(_EXPORT, name, path, ",".join(map(str, rows)), kinds, threads=2, **more)
     return path, float(answer["seconds"])
 
 
 def exported(name: str, rows: Sequence[int]) -> Path:
-    """The same package with both entries, as an earlier run left it where ``--reuse`` says so."""
+    """Return the package with both entries. With ``--reuse``, take it from an earlier run if it exists."""
     path = processes.package(f"{name}-{'-'.join(map(str, rows))}-module-grad")
     return path if processes.REUSE and path.exists() else export(name, rows)[0]

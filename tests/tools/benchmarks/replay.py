@@ -1,9 +1,9 @@
-"""Recorded passes: what a hit costs, and the first pass of a structure, against PyTorch's own compiled autograd and eager, in turn.
+"""Recorded passes: the cost of a hit and of the first pass of a structure, against PyTorch's compiled autograd and eager, in turn.
 
-``hit`` and ``empty``: a chain of N ``sin`` on one element, only the call of ``backward()`` timed. The compiled graph is left out on both sides
-(``empty``: PyTorch's own with a body that does nothing; ``hit``: ours up to the call of the library), so that what is compared is the way there.
-``first``: the first pass of that structure. ``shapes``: one structure, the batch cycling among K sizes. ``step``: a real package, six
-layers: the whole of a hit. ``memory``: peak of a fresh process over ten passes of a deep net.
+``hit``: a chain of N ``sin`` on one element; only the call of ``backward()`` is timed. Neither side runs a compiled graph: compiled autograd gets a
+body that does nothing, and ours stops before the call of the library. So the row compares only the lookup. ``first``: the first pass of such a
+structure. ``shapes``: one structure, with a batch that cycles among K sizes. ``step``: a whole hit with a real package of six layers. The notes have
+the peak memory of a fresh process over ten passes of a deep net.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
     by = {r["number"]: r["times"]["ours"] for r in figures["rows"] if r["what"] == "shapes"}
     if 64 in by:
         ratio = by[64] / by[1]
-        result.targets.append(Target("looking up among 64 variants at most 1.1 times one", f"{ratio:.3f}", ratio <= 1.1, f"{ratio - 1.1:.3f}"))
+        result.targets.append(Target("lookup among 64 variants at most 1.1 times one", f"{ratio:.3f}", ratio <= 1.1, f"{ratio - 1.1:.3f}"))
     for peer in ("eager", "replay"):
         _, memory = processes.run(_MEMORY, peer, package.with_name("recorded-deep.pt2"), threads=1)
         result.notes.append(f"peak memory over import torch, {peer}: {memory['peak'] / 1e6:.1f} MB")
@@ -104,7 +104,7 @@ def _theirs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _way_there() -> Iterator[None]:
-    """Ours up to the call of the library: the tape is found, dtypes, shapes and strides are checked."""
+    """Run ours up to the call of the library: find the tape and check dtypes, shapes and strides."""
     from aot_backward_runtime.native.guards import Fast
     from aot_backward_runtime.passes.pass_contract import Operands
     from aot_backward_runtime.passes.session import Replaying
@@ -172,7 +172,7 @@ class _Layers:
         return time.perf_counter() - start
 
     def cycling(self, count: int) -> float:
-        """Batches whose mean is the same for every ``count``, so that the arithmetic is."""
+        """Cycle among ``count`` batch sizes around 256, so that every ``count`` has about the same amount of arithmetic."""
         import aot_backward_runtime
 
         sizes = [256 - count // 2 + i for i in range(count)]

@@ -1,8 +1,8 @@
-"""A training script (``unmodified.py``), whole steps: as it is, with ``fused=True``, under ``replay``, with its module attached to compiled code
-(``attached.py``), with both, and the native code of both with nothing around it (``unchecked.py``), which none can be faster than.
+"""Whole steps of a training script (``unmodified.py``).
 
-Each figure is the median of processes, which take turns. Before anything is said of times, the losses of 50 steps, and the parameters after ten,
-are compared with eager's.
+The peers: the script unchanged, with ``fused=True``, under ``replay``, with its module attached to compiled code (``attached.py``), with both, and
+the native code alone without guards (``unchecked.py``), an upper bound. Each figure is the median over processes, which take turns. The losses of 50
+steps, and the parameters after ten, are first compared with eager's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from . import attached, processes, unchecked, unmodified
 from .report import Result, Target
 
-TITLE = "a step of a training script (AdamW, clipping), microseconds (median), and how many times faster than as it is"
+TITLE = "a step of a training script (AdamW, clipping), microseconds (median), and how many times faster than unchanged"
 PEERS = ("foreach", "fused", "replay", "attach", "both", "unchecked")
-"""``foreach``: the script as it is; ``replay`` is asked of the command line, and changes nothing in it; ``attach`` is one line in it; ``both``: the
-script with that line, recorded and replayed, for its optimizer steps."""
+"""``foreach``: the unchanged script. ``replay``: the unchanged script under ``aot-backward replay``. ``attach``: the script plus one line. ``both``:
+the script with that line, under ``aot-backward replay``, for its optimizer steps."""
 _OURS = PEERS[2:]
-SMALL = 200_000  # parameters, below which a model counts as small
+SMALL = 200_000  # a model with fewer parameters counts as small
 _RECORDED = 150  # steps
 _QUICK = ("mlp",)
 
@@ -69,9 +69,9 @@ def _measured(name: str, threads: int, steps: int, rounds: int) -> dict[str, lis
     for peer, runs in found.items():
         for run in runs:
             if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(run["losses"], eager["losses"], strict=True)):
-                raise RuntimeError(f"{name}: the losses of {peer} are {run['losses']}, eager's {eager['losses']}")
+                raise RuntimeError(f"{name}, {peer}: expected eager's losses {eager['losses']}, got {run['losses']}")
             if not math.isclose(run["after_ten"], eager["after_ten"], rel_tol=1e-4, abs_tol=1e-4):
-                raise RuntimeError(f"{name}: after ten steps the parameters of {peer} add up to {run['after_ten']}, eager's to {eager['after_ten']}")
+                raise RuntimeError(f"{name}, {peer}: expected parameters of sum {eager['after_ten']} after ten steps, got {run['after_ten']}")
     return found
 
 
@@ -97,4 +97,4 @@ def _conclude(result: Result) -> None:
         reached = f"{mean:.2f} in the geometric mean, {value:.2f} at worst ({worst})"
         result.targets.append(Target(f"{peer}: whole steps {asked} times faster than eager's default", reached, mean >= asked, f"{asked - mean:.2f}"))
     most = math.exp(statistics.fmean(math.log(d["seconds"]["foreach"] / d["seconds"]["unchecked"]) for d in small))
-    result.notes.append(f"the native code alone, with the script's loss and PyTorch's engine: {most:.2f} times in the geometric mean")
+    result.notes.append(f"unchecked, the native code with the script's loss and PyTorch's engine: geometric mean {most:.2f}")

@@ -1,7 +1,7 @@
-"""Seconds that an export takes, bytes of a package, and bytes of each library against the nodes of its graph.
+"""Seconds of an export, bytes of a package, and bytes of each library against the nodes of its graph.
 
-Of each model the whole forward and backward (a ``module`` entry: three libraries) in a fresh process, Inductor's import included. The
-first row starts with nothing cached at all; then the compiler's precompiled headers are there, but no compiled graph; warm, those too.
+Each model exports a ``module`` entry (three libraries) in a fresh process; the seconds include the import of Inductor. The first row starts with an
+empty cache. The other cold exports have the compiler's precompiled headers, but no compiled graph. The warm ones have both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import programs
 from .report import Result, Target
 
 TITLE = "export of a module entry: seconds with a cold and a warm compile cache; size of a package and its libraries"
-PER_LIBRARY, PER_NODE = 0.35e6, 0.7e6 / 1000  # bytes that are allowed
+PER_LIBRARY, PER_NODE = 0.35e6, 0.7e6 / 1000  # allowed bytes
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
@@ -36,7 +36,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
             label = f"{name}, empty cache" if not quick and i == 0 else name
             _add(result, label, package, cold, warm)
     if quick:
-        result.notes.append("quick: the user's own compile cache, so that no figure is that of a cold one")
+        result.notes.append("quick: uses your compile cache, so the cold figures may be warm ones")
     _conclude(result)
     return result
 

@@ -1,7 +1,7 @@
-"""What a call of a ``step`` entry costs over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
+"""Overhead of a call of a ``step`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
 
-The step multiplies its input with N parameters of one element and hands them to the optimizer: nearly no work. The runner is torch's own, on the
-library out of the package, its constants bound to tensors of their own as docs/format.md says.
+The step multiplies its input by N parameters of one element and passes them to the optimizer, which is almost no work. The runner is torch's, on the
+library from the package. Its constants are bound to separate tensors as docs/format.md describes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import clock, processes
 from .processes import Peer
 from .report import Result, Target
 
-TITLE = "one call of a step entry, microseconds (median), and what it costs over the raw runner"
+TITLE = "one call of a step entry, microseconds (median), and its overhead over the raw runner"
 COUNTS = (1, 16, 256)
 OPTIMIZERS = ("SGD", "AdamW")
 ASKED = 8e-6
@@ -58,7 +58,7 @@ def entries(counts: list[int]) -> dict[str, Any]:
 
 
 def serve(spec: dict[str, Any]) -> Any:
-    """Within the process that is measured. Requests: {"entry": name, "rounds": n, "seconds": s}."""
+    """Answer requests in the measured process: {"entry": name, "rounds": n, "seconds": s}."""
     import aot_backward_runtime
 
     package = aot_backward_runtime.load(spec["package"])
@@ -105,6 +105,6 @@ def measure(quick: bool, threads: list[int]) -> Result:
     over = worst["over_s"]
     reached = f"{1e6 * over:.2f} µs ({worst['optimizer']}, {worst['parameters']} parameters, {worst['threads']} threads)"
     result.targets.append(
-        Target("a step 8 µs over the raw runner, whatever the parameters", reached, over <= ASKED, f"{1e6 * (over - ASKED):.2f} µs")
+        Target("a step 8 µs over the raw runner, for any number of parameters", reached, over <= ASKED, f"{1e6 * (over - ASKED):.2f} µs")
     )
     return result

@@ -1,8 +1,8 @@
 """Forward and backward of the zoo's models: the ``module`` and ``grad`` entries against eager and ``torch.compile``.
 
-A process per model, peer and number of threads; all peers of a model are asked in turn. Every ``.grad`` is None before a step. The
-compiled peer gets the loss within the compiled region (its best case), static shapes, and whatever time it needs to compile; ``grad``
-computes the same loss; eager and ``module`` compute it in eager.
+Each model, peer and number of threads has its own process; the peers of a model take turns. Every ``.grad`` is None before a step. The compiled peer
+has the loss within the compiled region (its best case), static shapes, and as much time to compile as it needs. ``grad`` computes the same loss;
+eager and ``module`` compute it in eager.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .report import Result, Target
 
 TITLE = "forward and backward, milliseconds a call (median), and how many times faster than torch.compile"
 PEERS = ("eager", "compile", "module", "grad")
-_DIFFERENCE = 1e-3  # of a gradient's norm; 3e-2 where bfloat16 is inside
+_DIFFERENCE = 1e-3  # relative to a gradient's norm; 3e-2 for the model with bfloat16
 
 
 def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Within a peer's process. Requests: {"do": "gradients" | "batch" | "time", "rows": n, …}."""
+    """Answer requests in a peer's process: {"do": "gradients" | "batch" | "time", "rows": n, …}."""
     import torch
 
     peer, name = spec["peer"], spec["model"]
@@ -80,12 +80,12 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 
 
 def difference(path: Path, expected: Path) -> float:
-    """The largest error of a gradient over its norm, or over a tenth of the largest norm: some true gradients are zero."""
+    """Return the largest error of a gradient relative to its norm, or to a tenth of the largest norm, because some gradients are zero."""
     import torch
 
     made, true = torch.load(path, weights_only=True), torch.load(expected, weights_only=True)
     if made.keys() != true.keys():
-        raise RuntimeError(f"gradients of {sorted(made.keys() ^ true.keys())[:4]} are missing, or eager has none")
+        raise RuntimeError(f"only one of eager and the peer has gradients of {sorted(made.keys() ^ true.keys())[:4]}")
     scale = 0.1 * max(float(g.norm()) for g in true.values())
     return max(float((made[n].double() - g.double()).norm()) / max(float(g.norm()), scale, 1e-9) for n, g in true.items())
 
@@ -116,7 +116,7 @@ def _measure_model(result: Result, name: str, package: Path, sizes: list[int], t
             off.pop("compile", None)
         for p, error in off.items():
             if error > (3e-2 if name == "autocast" else _DIFFERENCE):
-                raise RuntimeError(f"{name}, {rows} rows: a gradient of {p} is off by {error:.2g} of its norm; nothing was timed")
+                raise RuntimeError(f"{name}, {rows} rows: a gradient of {p} is off by {error:.2g} of its norm. Nothing was timed.")
         counts = {p: peer.ask(do="batch", rows=rows) for p, peer in peers.items()}
         timed = {
             p: lambda peer=peer, count=counts[p], rows=rows: peer.ask(do="time", rows=rows, count=count, seconds=0.01 if quick else 0.08)

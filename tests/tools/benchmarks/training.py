@@ -1,8 +1,8 @@
-"""A whole training step with AdamW: the ``step`` entry against eager (fused and foreach optimizers) and ``torch.compile`` (of the model, of model
-and optimizer, and of one function that does everything).
+"""A whole training step with AdamW: the ``step`` entry against eager and ``torch.compile``.
 
-A process per model, batch, peer and number of threads; all peers of a row are asked in turn. Before anything is timed, the losses of five steps
-are compared with eager's.
+Eager has a fused and a foreach optimizer. ``torch.compile`` compiles the model, model and optimizer, or one function that does everything. Each
+model, batch, peer and number of threads has its own process; the peers of a row take turns. The losses of five steps are compared with eager's before
+any timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PEERS = ("foreach", "fused", "compile", "compile-optimizer", "compile-all", "ste
 COMPILED = ("compile", "compile-optimizer", "compile-all")
 ROWS = (1, 16, 256)
 SMALL = 200_000
-"""Parameters, below which a model counts as small. Larger ones are measured with the smallest and the largest batch."""
+"""A model with fewer parameters counts as small. Larger ones are measured only with the smallest and the largest batch."""
 
 
 def _mlp(*widths: int) -> nn.Module:
@@ -72,18 +72,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 LEARNING_RATE = 1e-6
-"""So small that thousands of steps leave gradients as they are: numbers near zero (denormals) would be timed otherwise."""
+"""So small that thousands of steps hardly change the gradients. Otherwise the benchmark would time numbers near zero (denormals)."""
 
 
 def make(name: str, rows: int) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A model and a few batches, the same each time."""
+    """Return a model and a few batches, the same each time."""
     torch.manual_seed(7)
     build, shape = MODELS[name]
     return build().train(), [(torch.randn(rows, *shape), torch.randint(0, 10, (rows,))) for _ in range(4)]
 
 
 def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Within a peer's process. Requests: {"do": "losses" | "batch" | "time", …}."""
+    """Answer requests in a peer's process: {"do": "losses" | "batch" | "time", …}."""
     peer = spec["peer"]
     model, batches = make(spec["model"], spec["rows"])
     turns = itertools.cycle(batches)
@@ -163,11 +163,11 @@ def measure(quick: bool, threads: list[int]) -> Result:
 
 
 def compare_and_time(peers: dict[str, Peer], eager: str, what: str, quick: bool) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """The losses of each peer's first steps, which must be those of the peer ``eager``, and its times; the peers are closed."""
+    """Return the losses of each peer's first steps and its times. Raise if the losses differ from the peer ``eager``. Close the peers."""
     losses = {p: peer.ask(do="losses") for p, peer in peers.items()}
     for p, made in losses.items():
         if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(made, losses[eager], strict=True)):
-            raise RuntimeError(f"{what}: the losses of {p} are {made}, eager's {losses[eager]}; nothing was timed")
+            raise RuntimeError(f"{what}, {p}: expected eager's losses {losses[eager]}, got {made}. Nothing was timed.")
     counts = {p: peer.ask(do="batch") for p, peer in peers.items()}
     timed = {p: lambda peer=peer, count=counts[p]: peer.ask(do="time", count=count, seconds=0.01 if quick else 0.08) for p, peer in peers.items()}
     times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 4).items()}

@@ -1,10 +1,8 @@
-"""``python -m tests.tools.benchmarks.unchecked MODEL EXPORTED PACKAGE STEPS``: the steps of ``unmodified.py`` by the native code of its exported
-module and of its recorded optimizer steps, with nothing around it. No replay that leaves its loss and its
-``backward()`` to the script could be faster.
+"""``python -m tests.tools.benchmarks.unchecked MODEL EXPORTED PACKAGE STEPS``: the steps of ``unmodified.py``, by native code without guards.
 
-Of the module's call PyTorch's part is left: an ``autograd.Function`` that takes its parameters and saves what its backward reads. Nothing is
-looked at: not what the arguments are, not whether parameters, gradients or state are what they were, no hooks, no modes. Prints what
-``unmodified.py`` does.
+The native code comes from the exported module and the recorded optimizer steps. A replay that leaves the loss and ``backward()`` to the script cannot
+be faster. The module's call keeps PyTorch's part: an ``autograd.Function`` that takes the parameters and saves the tensors that its backward reads.
+It checks nothing: no arguments, no parameters, no gradients, no state, no hooks, no modes. Its output has the same form as that of ``unmodified.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from aot_backward_runtime.passes.session import Replaying
 
 from . import unmodified
 
-_WARM = 3  # steps by eager, which makes the optimizer's state
+_WARM = 3  # eager steps; they make the optimizer's state
 
 
 class _Unchecked(torch.autograd.Function):
@@ -51,7 +49,7 @@ _apply = super(torch.autograd.Function, _Unchecked).apply
 
 
 class _Made:
-    """A module whose call is the native code."""
+    """A loaded module that calls its native code directly."""
 
     def __init__(self, module: LoadedModule, x: torch.Tensor):
         entry, self.state = module._aot_entry, module._aot_current()

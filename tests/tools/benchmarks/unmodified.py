@@ -1,6 +1,7 @@
-"""``python -m tests.tools.benchmarks.unmodified MODEL foreach|fused STEPS``: a training script as people write one; it does not import this project.
+"""``python -m tests.tools.benchmarks.unmodified MODEL foreach|fused STEPS``: an ordinary training script that does not import this project.
 
-Prints JSON: the median time of a step in the second half, the losses of the first 50 steps, the parameters' count and their sum after ten steps.
+It prints JSON: the median time of a step in the second half, the losses of the first 50 steps, the number of parameters, and their sum after ten
+steps.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], int, Ca
 
 
 def main(name: str, how: str, steps: int, prepare: Callable[[nn.Module], object] = lambda net: None) -> None:
-    """``prepare``: what the script does with its module before it trains."""
+    """Train, and print the results. The script calls ``prepare`` with its module before it trains."""
     torch.manual_seed(0)
     make, batch, rows, loss_of = MODELS[name]
     net = make()

@@ -1,1 +1,1 @@
-"""How much of PyTorch is served: every differentiable operator of torch's own test databases, against eager. ``python -m tests.tools.coverage``."""
+"""Operator coverage: every differentiable operator of torch's test databases, compared with eager. ``python -m tests.tools.coverage``."""

@@ -20,7 +20,7 @@ from . import cases, processes, report
 from .worker import WAYS
 
 RESULTS = processes.ROOT / "build" / "coverage" / f"{torch.__version__}.jsonl"
-CHUNK = 24  # operators to one worker
+CHUNK = 24  # operators per worker
 
 
 def main() -> None:
@@ -30,15 +30,15 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(cases.DATABASES), help=f"databases, by default all: {','.join(cases.DATABASES)}")
     parser.add_argument("--names", help="operators, by default all: sort,nn.Linear")
     parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces")
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="which of them, from 1")
-    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="begin nothing new after so many; run again to go on")
-    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="skip what FILE holds, append to it")
-    parser.add_argument("--again", metavar="VERDICTS", default="", help="run again what FILE gives one of these verdicts: refused,wrong,crashed")
-    parser.add_argument("--way", default="export", choices=list(WAYS), help="how an operator is served")
+    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
+    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="start nothing new after M minutes; run again to continue")
+    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="skip cases that FILE has; append new ones")
+    parser.add_argument("--again", metavar="VERDICTS", default="", help="run operators with these verdicts in FILE again: refused,wrong,crashed")
+    parser.add_argument("--way", default="export", choices=list(WAYS), help="the kind of artifact")
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="calls of each operator, by default 2")
-    parser.add_argument("--size", type=int, default=16, metavar="N", help="calls in one package, by default 16")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one a core")
-    parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds after which an operator's time is out")
+    parser.add_argument("--size", type=int, default=16, metavar="N", help="calls per package, by default 16")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one per core")
+    parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds after which a silent worker is killed")
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     options = parser.parse_args()
     databases = options.only.split(",")
@@ -77,7 +77,7 @@ def main() -> None:
     if options.docs:
         report.write(options.docs, found)
     if not complete:
-        print(f"Not all was run within {options.minutes:g} minutes: the same command goes on.")
+        print(f"Some operators have not run within {options.minutes:g} minutes. Run the same command again to continue.")
     wrong = [r for r in report.latest(shown) if r["verdict"] == "wrong"]
     sys.exit(1 if wrong else 0)
 

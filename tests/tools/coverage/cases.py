@@ -1,4 +1,4 @@
-"""What is asked: each differentiable operator of torch's test databases, in a few of the calls that torch's own tests make."""
+"""The cases: each differentiable operator of torch's test databases, with a few of the calls that torch's tests make."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ DATABASES = {
 FAULTS = "faults"  # operators that misbehave, for the tests of this tool
 DTYPE = torch.float32
 SEED = 1
-CANDIDATES = 24  # how many of an operator's samples are looked at
+CANDIDATES = 24  # samples of an operator to choose from
 
 Named = dict[str, torch.Tensor | None]
 
 
 class Call(nn.Module):
-    """One call as a module over its tensors; what is no tensor is fixed. Returns the tensors among the results.
+    """One call as a module. Its inputs are the tensors; other arguments are constants. It returns the tensors among the results.
 
-    ``held``: tensors, by their number, that are the module's own buffers: those that the call updates in place, as batch norm its statistics.
+    ``held`` has, by number, the tensors that become buffers: the call updates them in place, as batch norm updates its statistics.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Any, finish: Callable[[Any], Any], held: Mapping[int, torch.Tensor]):
@@ -59,7 +59,7 @@ class Call(nn.Module):
 
 @dataclass(frozen=True)
 class Round:
-    """One run of a case: what goes in, and what eager makes of it. ``differentiable``: the outputs that get an incoming gradient."""
+    """One run of a case: its inputs and eager's results. ``differentiable``: the outputs that get an incoming gradient."""
 
     inputs: tuple[torch.Tensor, ...]
     cotangents: tuple[torch.Tensor, ...]
@@ -71,7 +71,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator in one call. ``rounds``: the second is with other numbers, where the operator has such a sample."""
+    """One call of an operator. A second round has other numbers, if the operator has such a sample."""
 
     database: str
     operator: str
@@ -94,14 +94,14 @@ class _Sample:
     training: bool = True
 
     def holding(self, numbers: tuple[int, ...]) -> _Sample:
-        """The same, with those inputs as buffers."""
+        """Return the same sample with inputs ``numbers`` as buffers."""
         held = {i: own(self.inputs[i]) for i in numbers}
         module = Call(self.module.function, self.arguments, self.module.finish, held).train(self.training)
         return replace(self, module=module, inputs=tuple(t for i, t in enumerate(self.inputs) if i not in numbers))
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What tells one sample from another: structure, ranks and flags, not sizes and values."""
+        """The form of a sample: structure, ranks, dtypes and flags, but not sizes and values."""
         constants = [v if isinstance(v, (bool, str)) else type(v).__name__ for v in self.module.constants]
         return (str(self.module.spec), self.training, *constants, *((t.dim(), t.dtype, t.requires_grad) for t in self.inputs))
 
@@ -115,7 +115,7 @@ class _Sample:
 
 
 def operators(database: str) -> dict[str, Any]:
-    """What the database says of each operator that has gradients in float32 on a CPU, by name."""
+    """Return the database's entries of operators that have gradients in float32 on a CPU, by name."""
     if database == FAULTS:
         from . import faults
 
@@ -127,7 +127,7 @@ def operators(database: str) -> dict[str, Any]:
     if database == "module_db":
         return {info.name: info for info in found if DTYPE in info.supported_dtypes("cpu")}
     if database == "op_db":
-        # Random operators set the seed in their call, which would go by when the call is traced. Here who calls sets it.
+        # Random operators set the seed within their call, and tracing would lose that. Here the caller sets it.
         seeding, module.wrapper_set_seed = module.wrapper_set_seed, _plainly
         for operator in found:
             if operator.gradcheck_wrapper is seeding:
@@ -141,9 +141,10 @@ def _plainly(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def of(database: str, name: str, operator: Any, count: int) -> list[Case]:
-    """At most ``count`` cases of one operator: the first sample that has a gradient, then from the last on those of another form.
+    """Return at most ``count`` cases of one operator.
 
-    Raises ``ValueError`` where no sample has a gradient in eager.
+    The first case is the first sample that has a gradient. The others come from the end of the list and have different forms. Raise ``ValueError`` if
+    no sample has a gradient in eager.
     """
     samples = [s for s in _samples(database, operator, SEED) if s.asks_a_gradient]
     others = {s.name: s for s in _samples(database, operator, SEED + 1)}
@@ -159,7 +160,7 @@ def of(database: str, name: str, operator: Any, count: int) -> list[Case]:
             if changed:
                 sample, other = sample.holding(changed), other and other.holding(changed)
             rounds = _rounds(sample, other)
-        except Exception as error:  # the sample is one that eager itself refuses
+        except Exception as error:  # eager rejects this sample
             why = f"eager: {type(error).__name__}: {first_line(error)}"
             return
         if not rounds:
@@ -180,7 +181,7 @@ def of(database: str, name: str, operator: Any, count: int) -> list[Case]:
 
 
 def module_of(database: str, operator: Any, sample: str, held: tuple[int, ...]) -> Call:
-    """The module of a case, made again: in another process, where it cannot be sent."""
+    """Make the module of a case again, in another process: it cannot be pickled."""
     found = next(s for s in _samples(database, operator, SEED) if s.name == sample)
     return (found.holding(held) if held else found).module
 
@@ -196,7 +197,7 @@ def _samples(database: str, operator: Any, seed: int) -> list[_Sample]:
 
 
 def _of_an_operator(database: str, operator: Any) -> Iterator[_Sample]:
-    # elsewhere than in op_db a gradcheck_wrapper takes results
+    # only in op_db does gradcheck_wrapper take the operator; elsewhere it takes results
     function = functools.partial(operator.gradcheck_wrapper, operator.op) if database == "op_db" else operator.op
     samples = operator.sample_inputs("cpu", DTYPE, requires_grad=True, set_seed=False)
 
@@ -229,7 +230,7 @@ def _rounds(sample: _Sample, other: _Sample | None) -> tuple[Round, ...]:
         return (first,)
     try:
         return first, evaluate(sample.module, other.inputs)
-    except Exception:  # other numbers, for which eager raises (a matrix that is singular)
+    except Exception:  # eager raises for the other numbers, such as a singular matrix
         return (first,)
 
 
@@ -242,7 +243,7 @@ def _fits(sample: _Sample, other: _Sample) -> bool:
 
 
 def evaluate(module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...] | None = None) -> Round:
-    """Outputs, gradients of inputs and parameters, and buffers, in eager. Buffers are put back. ``cotangents``: by default drawn."""
+    """Return eager's outputs, gradients of inputs and parameters, and buffers. Restore the buffers. ``cotangents`` are random by default."""
     leaves = [own(t) for t in inputs]
     versions = [t._version for t in leaves]
     with preserve.values_kept(module.buffers()), torch.enable_grad():
@@ -262,7 +263,7 @@ def evaluate(module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[t
             out |= dict(zip(targets, gradients, strict=True))
         out |= {f"buffer {n}": b for n, b in module.named_buffers()}
         values = {n: None if t is None else t.detach().clone() for n, t in out.items()}
-        # batch norm's own kernel does not count what it writes
+        # batch norm's kernel does not increase the version of the tensors that it writes
         changed = tuple(i for i, t in enumerate(leaves) if t._version != versions[i] or (not t.requires_grad and _differ(t, inputs[i])))
     return Round(inputs, cotangents, differentiable, values, drew, changed)
 
@@ -272,7 +273,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a leaf with memory of its own."""
+    """Return a copy of the tensor as a leaf."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

@@ -1,7 +1,7 @@
-"""One way to serve a case: ``export`` as a ``module`` entry, load the package in a fresh process, compare with eager.
+"""The way ``export``: export a case as a ``module`` entry, load the package in a fresh process, compare with eager.
 
-Several cases share a package, so that they are one compilation. Where a package cannot be had, its cases are tried in smaller groups, at
-last alone: each case's verdict is its own.
+Several cases share a package, which is one compilation. If a package fails, its cases are tried again in smaller groups, at last alone. So each case
+gets its own verdict.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from aot_backward_runtime.errors import ExportError
 from .cases import SEED, Case, Round, evaluate, first_line
 
 ROOT = Path(__file__).parents[3]
-_FAR = 1e-2  # eager this far from float64 did not compute the same thing
-_LIMIT = 300  # seconds, for a fresh process
+_FAR = 1e-2  # if eager is this far from float64, float64 computes something else
+_LIMIT = 300  # seconds for a fresh process
 
 Verdict = Callable[[Case, str, str, float], None]
-"""Takes a case, "pass", "refused", "wrong" or "crashed", the reason, and the seconds it took."""
+"""Take a case, its verdict ("pass", "refused", "wrong" or "crashed"), the reason, and the seconds."""
 Running = Callable[[str, Sequence[Case]], None]
-"""Takes what is being done and to which cases: it is their verdict if this process ends now."""
+"""Take the current stage and its cases. If this process ends now, that decides their verdict."""
 
 
 class Group(nn.Module):
@@ -56,18 +56,18 @@ class Group(nn.Module):
 
 
 class Failed(Exception):
-    """The fresh process could not run what was exported."""
+    """The fresh process could not run the package."""
 
 
 class _Captured(Contents):
-    """Graphs that are captured, and not compiled."""
+    """Capture graphs without compiling them."""
 
     def compile(self, graphs: Any, joint: Any) -> None:
         pass
 
 
 def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict) -> None:
-    """Gives every case its verdict; at most ``size`` of them share a package."""
+    """Give every case its verdict. At most ``size`` cases share a package."""
     ready: list[Case] = []
     for case in cases:
         running("captured", [case])
@@ -83,7 +83,7 @@ def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict)
 
 
 def _groups(cases: Sequence[Case], size: int) -> list[list[Case]]:
-    """Cases that draw random numbers are alone: another's draws would shift theirs."""
+    """Group the cases. A case that draws random numbers is alone, because draws of other cases would change its numbers."""
     out = [[case] for case in cases if case.rounds[0].random]
     for training in (True, False):
         alike = [case for case in cases if case.training is training and not case.rounds[0].random]
@@ -109,7 +109,7 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
     for case in group:
         found = judge(case, [results[case.name] for results in rounds])
         if found and len(group) > 1:
-            _settle([case], running, verdict)  # what it is when nothing else is in the package
+            _settle([case], running, verdict)  # judge it again, alone in a package
         else:
             verdict(case, "wrong" if found else "pass", found, seconds)
 
@@ -120,7 +120,7 @@ def _entry(cases: Sequence[Case]) -> ab.Module:
 
 
 def _parts(group: Sequence[Case], message: str) -> list[Sequence[Case]]:
-    """The case that the message names and the others; else two halves."""
+    """Split off the case that the message names, else split in half."""
     guilty = [c for i, c in enumerate(group) if f"cases[{c.name!r}]" in message or re.search(rf"\bmembers\.{i}\.", message)]
     output = re.search(r"output\[(\d+)\] (?:is|has)", message)
     if not guilty and output:
@@ -132,7 +132,7 @@ def _parts(group: Sequence[Case], message: str) -> list[Sequence[Case]]:
 
 
 def reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
-    """The verdict that an error stands for, and its first line without this tool's names and this machine's paths."""
+    """Return the verdict for an error, and its first line without names of this tool and paths of this machine."""
     text = first_line(error).replace(f"{ROOT}/", "").replace(f"{Path(torch.__file__).parents[1]}/", "")
     for i, case in enumerate(group):
         text = text.replace(f"cases[{case.name!r}]", "inputs").replace(f"[0][0][{case.name!r}]", "inputs").replace(f"members.{i}.", "")
@@ -142,7 +142,7 @@ def reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
 
 
 def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[str, Named]]:
-    """What a process without compiler makes of the package: per round and case the same names as eager's."""
+    """Run the package in a process without a compiler. Return its results per round and case, under the same names as eager's."""
     calls = []
     for number in range(max(len(case.rounds) for case in group)):
         rounds = {case.name: case.rounds[min(number, len(case.rounds) - 1)] for case in group}
@@ -159,7 +159,7 @@ def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[s
 
 
 def fresh_process(module: str, folder: Path, package: str) -> None:
-    """Runs ``python -m MODULE PACKAGE CALLS RESULTS``, all in the folder, without a compiler on the PATH; raises :class:`Failed`."""
+    """Run ``python -m MODULE PACKAGE CALLS RESULTS`` without a compiler on the PATH. All files are in ``folder``. Raise :class:`Failed`."""
     (folder / "empty").mkdir()
     argv = [sys.executable, "-m", module, *(str(folder / name) for name in (package, "calls", "results"))]
     environment = {**os.environ, "PATH": str(folder / "empty")}
@@ -174,13 +174,13 @@ def fresh_process(module: str, folder: Path, package: str) -> None:
 
 
 def _registering(package: Path) -> list[str]:
-    """The modules that register the package's operators that are written in Python: who loads it must import them."""
+    """Return the modules that register the package's Python operators. The loading process must import them."""
     called = {o.partition(".")[0] for library in load(package).manifest.libraries.values() for o in library.operators}
     return sorted({OPDEFS[name]._init_fn.__module__ for name in called if name in OPDEFS})
 
 
 def judge(case: Case, results: Sequence[Named]) -> str:
-    """What is wrong with the results of a case's rounds; empty where nothing is."""
+    """Return the fault in the results of a case's rounds, "" if there is none."""
     for number, (expected, actual) in enumerate(zip(case.rounds, results, strict=False)):
         try:
             comparisons = compare_results(actual, expected.eager, _reference(case, expected))
@@ -193,7 +193,7 @@ def judge(case: Case, results: Sequence[Named]) -> str:
 
 
 def _reference(case: Case, expected: Round) -> Reference[Named]:
-    """Eager in float64 and how far it moves when what goes in is rounded otherwise; or eager itself, where float64 computes something else."""
+    """Return eager in float64 and its change under rounded inputs; or eager itself, if float64 computes something else."""
     itself = Reference(expected.eager, dict.fromkeys(expected.eager, 0.0), float64=False)
     if expected.random or any(t is not None and t.is_complex() for t in expected.eager.values()):
         return itself
@@ -203,7 +203,7 @@ def _reference(case: Case, expected: Round) -> Reference[Named]:
             truth = evaluate(case.module, inputs, wide).eager
         with in_float64(case.module, rounded=True):
             near = evaluate(case.module, perturbed(inputs), wide).eager
-    except Exception:  # no float64 of this operator
+    except Exception:  # this operator does not support float64
         return itself
     moved = {}
     largest = max((_norm(t) for n, t in truth.items() if n.startswith("gradient")), default=0.0)

@@ -1,4 +1,4 @@
-"""Operators that misbehave, each in its way, for the tests of this tool: ``--only faults``."""
+"""Operators that misbehave in different ways, for the tests of this tool: ``--only faults``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _sample(info: Any, device: str, dtype: torch.dtype, requires_grad: bool, **_
 
 
 class _Dishonest(torch.autograd.Function):
-    """Its backward gives another gradient where it is traced than where it is run."""
+    """Its backward returns a different gradient under tracing than in eager."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Runs a package as somebody does who has no compiler and no aot_backward: ``python -m tests.tools.coverage.fresh PACKAGE CALLS RESULTS``.
+"""``python -m tests.tools.coverage.fresh PACKAGE CALLS RESULTS``: run a package without a compiler and without aot_backward.
 
 ``CALLS`` holds ``{"training", "seed", "imports", "calls"}``, a call ``{case name: {"inputs", "cotangents", "differentiable"}}`` in the order of the
-package's members. ``RESULTS`` will hold per call ``{case name: {"output[0]": …, "gradient of input[0]": …, …}}``.
+package's members. ``RESULTS`` gets per call ``{case name: {"output[0]": …, "gradient of input[0]": …, …}}``.
 """
 
 from __future__ import annotations

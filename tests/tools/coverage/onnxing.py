@@ -1,6 +1,7 @@
-"""One way to serve a case: its forward and backward as ONNX graphs, run by onnxruntime with NumPy arrays under their own names.
+"""The way ``onnx``: export forward and backward of a case as ONNX graphs, run them with onnxruntime and NumPy arrays.
 
-The export compares them with eager itself; here they are run once more from the files, by nothing of this project, also on the second set of numbers.
+The export already compares them with eager. This module runs them again from the files, without code of this project, and also on the second set of
+numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .exporting import Running, Verdict, judge, reason
 
 
 def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict) -> None:
-    """Gives every case its verdict. Each is alone: nothing is compiled that could be shared."""
+    """Give every case its verdict. Each case is alone, because there is no compilation to share."""
     for case in cases:
         running("exported", [case])
         start = time.monotonic()

@@ -1,4 +1,7 @@
-"""Workers, one per chunk of operators. A worker that ends or goes quiet gives a verdict to what it was running; the rest goes on in another."""
+"""Workers, one per chunk of operators.
+
+If a worker ends or goes silent, the case that it was running is crashed; another worker runs the rest.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[3]
 
 Record = dict[str, Any]
-"""A verdict: database, operator, sample, way, verdict, reason, seconds, "samples" (how many were asked for) and
-"of" (how many of them the operator has)."""
+"""A verdict: database, operator, sample, way, verdict, reason, seconds, "samples" (the number asked for) and "of" (the number that the operator
+has)."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one worker is given. ``settled``: names of cases that have their verdict. ``size``: cases in one package."""
+    """The job of one worker. ``settled``: names of cases that already have a verdict. ``size``: cases per package."""
 
     operators: tuple[tuple[str, str], ...]
     way: str
@@ -37,7 +40,7 @@ class Job:
 
 
 def run(jobs: Sequence[Job], record: Callable[[Record], None], *, workers: int, deadline: float, limit: float) -> bool:
-    """Runs ``jobs``, and those that come of workers that ended early. No job is begun after ``deadline``; returns whether all were run."""
+    """Run ``jobs``, and the jobs that workers leave when they end early. Start none after ``deadline``. Return whether all have run."""
     waiting = deque(jobs)
     running: set[Future[list[Job]]] = set()
     with ThreadPoolExecutor(workers) as pool:
@@ -52,7 +55,7 @@ def run(jobs: Sequence[Job], record: Callable[[Record], None], *, workers: int, 
 
 
 def attempt(job: Job, record: Callable[[Record], None], limit: float) -> list[Job]:
-    """One worker on one job; what is left to do afterwards. ``limit``: seconds without a sign of life after which it is ended."""
+    """Run one worker on one job and return the jobs that are left. Kill the worker after ``limit`` seconds without output."""
     argv = [sys.executable, "-m", "tests.tools.coverage.worker", json.dumps(asdict(job))]
     settled, stage, running, of = list(job.settled), "started", list[str](), dict[tuple[str, str], int]()
     start = time.monotonic()
@@ -82,7 +85,7 @@ def attempt(job: Job, record: Callable[[Record], None], limit: float) -> list[Jo
             return []
         if not running:
             errors.seek(0)
-            raise RuntimeError(f"a worker ended with status {status} before it ran anything:\n{errors.read()[-4000:]}")
+            raise RuntimeError(f"a worker ended with status {status} before its first case:\n{errors.read()[-4000:]}")
     why = why or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
     seconds = round(time.monotonic() - start, 1)
     guilty = {"way": job.way, "verdict": "crashed", "reason": f"{stage}: {why}", "seconds": seconds, "samples": job.samples}
@@ -90,7 +93,7 @@ def attempt(job: Job, record: Callable[[Record], None], limit: float) -> list[Jo
 
 
 def _left(job: Job, running: Sequence[str], guilty: Record, of: dict[tuple[str, str], int], record: Callable[[Record], None]) -> list[Job]:
-    """Blames the only case that was running; several are tried again in smaller groups."""
+    """Record the only running case as crashed. If several were running, try them again in smaller groups."""
     blamed = {tuple(name.rpartition("#")[0].split(":", 1)) for name in running}
     rest = tuple(o for o in job.operators if o not in blamed)
     again = tuple(o for o in job.operators if o in blamed)
@@ -106,7 +109,7 @@ def _left(job: Job, running: Sequence[str], guilty: Record, of: dict[tuple[str, 
 
 
 def _lines(process: subprocess.Popen[str]) -> queue.Queue[str]:
-    """What the worker says, line by line; an empty one at the end."""
+    """Return a queue of the worker's output lines. An empty line marks the end."""
     out: queue.Queue[str] = queue.Queue()
 
     def read(stream: IO[str]) -> None:
@@ -128,4 +131,4 @@ def _next(lines: queue.Queue[str], limit: float) -> str | None:
 
 def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # some samples come out of sets; another process must make the same
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # some samples come from sets; every process must make the same ones

@@ -1,7 +1,7 @@
-"""One way to serve a case: ``record`` its backward pass, replay it in a fresh process, compare with eager.
+"""The way ``record``: record the backward pass of a case, replay it in a fresh process, compare with eager.
 
-The forward is eager's there, and the backward comes from the package alone: what the package does not serve is refused. Several cases share a
-recording; those that it does not serve are recorded again, each alone, which tells why.
+The fresh process runs the forward in eager and the backward from the package. A case that falls back to eager counts as refused. Several cases share
+a recording. If one fails there, it is recorded again alone, to find the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .exporting import Failed, Running, Verdict, fresh_process, judge
 
 
 def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict) -> None:
-    """Gives every case its verdict; at most ``size`` of them share a recording."""
+    """Give every case its verdict. At most ``size`` cases share a recording."""
     for i in range(0, len(cases), size):
         _settle(cases[i : i + size], running, verdict)
 
@@ -63,7 +63,7 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
 
 
 def _replayed(folder: Path, group: Sequence[Case]) -> dict[str, Any]:
-    """Per case what each round gave in a process without compiler, and why its passes were not the package's; nothing where they were."""
+    """Return, per case, the results of each round in a process without a compiler, and the reason if the package did not serve its passes."""
     if not (folder / "group.pt2").exists():
         return {case.name: ([], "nothing was recorded") for case in group}
     calls = [
@@ -81,7 +81,7 @@ def _replayed(folder: Path, group: Sequence[Case]) -> dict[str, Any]:
 
 
 def main(package: str, calls: str, results: str) -> None:
-    """In the fresh process."""
+    """Replay the calls. Runs in the fresh process."""
     import shutil
 
     from . import cases
@@ -109,4 +109,4 @@ if __name__ == "__main__":
 
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # torch's own teardown may abort after some operators
+    os._exit(0)  # torch's teardown aborts after some operators

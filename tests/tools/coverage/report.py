@@ -1,4 +1,7 @@
-"""Verdicts by operator and by reason, as JSON and as a page."""
+"""Write the verdicts, by operator and by reason, as JSON and as a page.
+
+docs/coverage*.md must equal :func:`page` of the JSON files: write them again when you change a text here.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from typing import Any
 from .processes import Record
 
 ORDER = ("wrong", "crashed", "refused", "pass", "no gradient")
-"""From the worst on: an operator's verdict is its worst case's."""
+"""The worst first. An operator gets the verdict of its worst case."""
 MISCOMPILED = re.compile(r" is wrong: off by .* nothing was written| in the artifact and .* in eager$| has NaN or Inf where eager has none")
-"""Refusals by which the export's own comparison with eager kept a wrong package from being written."""
+"""Refusals by the export's comparison with eager: it found wrong results and wrote no package."""
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[-+]?\d+)?(?![\w.])")
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The last verdict of each case; one about the operator as a whole (sample "") takes the place of those about its cases, and the reverse."""
+    """Return the last verdict of each case. A verdict about the whole operator (sample "") replaces the verdicts of its cases, and the reverse."""
     last: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
     for r in records:
         own = last[r["database"], r["operator"]]
@@ -34,7 +37,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
 
 
 def operators(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One per operator: database, operator, its verdict and its cases."""
+    """Return one record per operator: database, operator, its verdict and its cases."""
     cases: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for r in records:
         cases[r["database"], r["operator"]].append(r)
@@ -52,10 +55,10 @@ def operators(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def document(records: Sequence[Record], expected: dict[str, int], date: str) -> dict[str, Any]:
-    """Everything, for machines. ``expected``: how many operators each database has that were asked for."""
+    """Return the content of the JSON file. ``expected``: the number of operators per database."""
     import torch
 
-    found = [o for o in operators(latest(records)) if o.pop("complete")]  # the others were cut short
+    found = [o for o in operators(latest(records)) if o.pop("complete")]  # skip operators with unfinished cases
     databases = {}
     for database, asked in expected.items():
         own = [o for o in found if o["database"] == database]
@@ -79,7 +82,7 @@ def is_miscompiled(case: dict[str, Any]) -> bool:
 
 
 def reasons(found: dict[str, Any], verdict: str) -> dict[str, list[str]]:
-    """Reason without its numbers -> the cases that have it, the most frequent first."""
+    """Return the cases by reason, without the numbers of the reason, the most frequent first."""
     out: dict[str, list[str]] = defaultdict(list)
     for o in found["operators"]:
         for case in o["cases"]:
@@ -89,7 +92,7 @@ def reasons(found: dict[str, Any], verdict: str) -> dict[str, list[str]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The counts, as a Markdown table."""
+    """Return the counts as a Markdown table."""
     columns = ["database", "operators", "run", "cases", "pass", "refused", "of these by the self-check", "wrong", "crashed", "no gradient", "pass %"]
     lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     for name, d in found["databases"].items():
@@ -110,7 +113,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     way = found["ways"][0] if found["ways"] else "export"
     out = [_HEAD.format(**found, how=_HOW[way], command=_COMMAND[way]), table(found), ""]
     missing = {n: d["operators"] - d["run"] for n, d in found["databases"].items() if d["operators"] > d["run"]}
@@ -129,7 +132,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def write(stem: Path, found: dict[str, Any]) -> None:
-    """``STEM.md`` and ``STEM.json``, an operator on each line."""
+    """Write ``STEM.md`` and ``STEM.json``, with one operator per line."""
     lines = ",\n".join(json.dumps(o, ensure_ascii=False) for o in found["operators"])
     head = json.dumps({k: v for k, v in found.items() if k != "operators"}, indent=1, ensure_ascii=False)
     stem.with_suffix(".json").write_text(f'{head[:-2]},\n "operators": [\n{lines}\n ]\n}}\n')
@@ -137,7 +140,7 @@ def write(stem: Path, found: dict[str, Any]) -> None:
 
 
 def _cause(reason: str) -> str:
-    """What of PyTorch itself holds it, in the versions that are supported."""
+    """Return the limitation of PyTorch behind a reason, "" if unknown."""
     return next((f" (*upstream: {cause}*)" for pattern, cause in _CAUSES.items() if re.search(pattern, reason)), "")
 
 

@@ -1,7 +1,7 @@
-"""Gives verdicts about some operators, in a process that may end any time: ``python -m tests.tools.coverage.worker JOB``.
+"""``python -m tests.tools.coverage.worker JOB``: give verdicts about some operators, in a process that may crash.
 
-Says in lines of JSON what it is about to do, ``{"stage", "running": [case names]}``, how many cases an operator has, ``{"of": [database,
-operator, number]}``, and what came of each, ``{"case": {…}}``.
+It prints lines of JSON: the next stage, ``{"stage", "running": [case names]}``; the number of cases of an operator, ``{"of": [database, operator,
+number]}``; and each verdict, ``{"case": {…}}``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 WAYS = {"export": "exporting", "record": "recording", "onnx": "onnxing"}
-"""How a case is served: ``settle(cases, size, running, verdict)`` of that module."""
+"""The module per way. Its ``settle(cases, size, running, verdict)`` gives the verdicts."""
 
 
 def main(job: dict[str, Any], out: TextIO) -> None:
-    """``job``: ``operators`` as ``[database, name]``, ``settled`` case names to leave out, ``samples`` of each, ``size`` of a group, ``way``."""
+    """Run ``job``: ``operators`` as ``[database, name]``, ``settled`` case names to skip, ``samples`` per operator, ``size`` of a group, ``way``."""
     import torch
 
     from . import cases
@@ -61,8 +61,8 @@ def _record(database: str, operator: str, sample: str, verdict: str, reason: str
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    out, sys.stdout = sys.stdout, sys.stderr  # stdout is for JSON only, not for output of libraries
     main(json.loads(sys.argv[1]), out)
     out.flush()
     sys.stderr.flush()
-    os._exit(0)  # torch's own teardown may abort after some operators, and all has been said
+    os._exit(0)  # torch's teardown aborts after some operators

@@ -1,1 +1,1 @@
-"""What can be proved of code for GPUs where there is none: ``make cross``."""
+"""Check code for GPUs on a machine without one: ``make cross``."""

@@ -1,6 +1,6 @@
-"""``python -m tests.tools.cross [--only mlp,step] [--docs STEM]``: compiles for GPUs that are not here, looks at what came, and prints a table.
+"""``python -m tests.tools.cross [--only mlp,step] [--docs STEM]``: cross-compile for GPUs, check the libraries, and print a table.
 
-What is proved of each library, and what is not, the page says that it writes. ``make cross`` calls it.
+The page explains which properties of a library are checked, and which are not. ``make cross`` calls this program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EMPTY = {"kernels": 0, "parameters": 0, "bytes": 0, "launches": 0, "error": 0.0,
 
 
 def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spoil: bool) -> list[dict[str, Any]]:
-    """A row for each library of each target. ``seen``: what was compiled. ``spoil``: whether to see that the checks can fail, too."""
+    """Return a row for each library of each target. ``seen``: the compiled graphs. ``spoil``: also check that the checks can fail."""
     archive = open_package(path)
     weights = load_weights(archive) | filled(archive)
     driver = binaries.driver_symbols(toolkit.cuda_home() / "include" / "cuda.h")
@@ -50,7 +50,7 @@ def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spo
             devices = {t.device for t in (*spec.inputs, *spec.outputs)}
             faults = {
                 f"machine code for {', '.join(sorted(found))}": found != {target.cuda_arch},
-                f"nobody defines {', '.join(missing[:3])}": bool(missing),
+                f"undefined symbols: {', '.join(missing[:3])}": bool(missing),
                 f"tensors on {', '.join(sorted(devices))}": devices != {"cuda"},
                 "not linked with the driver": "libcuda.so.1" not in spec.needed,
             }
@@ -64,14 +64,14 @@ def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spo
         row |= {"launches": verdict.launches, "error": verdict.error, "not_interpreted": verdict.refused}
         row["wrong"] = "; ".join([*row["wrong"], *filter(None, [verdict.wrong])])
     if spoil and (passed := spoilt.unnoticed(runnable, weights)):
-        rows.append({**EMPTY, "library": "spoilt", "target": TARGET, "wrong": f"called right: {'; '.join(passed)}"})
+        rows.append({**EMPTY, "library": "damaged", "target": TARGET, "wrong": f"passed the checks: {'; '.join(passed)}"})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.cross")
     parser.add_argument("--only", default=",".join(programs.NAMES), help=f"programs, by default all: {','.join(programs.NAMES)}")
-    parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.only.split(","):
@@ -79,7 +79,7 @@ def main() -> None:
             kind = {"program": name, "batch": "dynamic" if dynamic else "static"}
             with tempfile.TemporaryDirectory() as folder:
                 path, started = Path(folder) / "cross.pt2", time.perf_counter()
-                os.environ["AOT_BACKWARD_CACHE"] = str(Path(folder) / "cache")  # what comes from a cache was not seen being compiled
+                os.environ["AOT_BACKWARD_CACHE"] = str(Path(folder) / "cache")  # a cached library would not be seen
                 try:
                     with watching() as seen:
                         programs.write(path, name, dynamic, TARGET)
@@ -104,7 +104,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     from ..benchmarks import report
 
     described = report.header(report.machine([torch.get_num_threads()]))
-    parts = ["# Compiled for GPUs where there is none", "", "```", f"{described}, triton {triton.__version__}, no GPU and no driver", "```", ""]
+    parts = ["# Cross-compiled for GPUs", "", "```", f"{described}, triton {triton.__version__}, no GPU and no driver", "```", ""]
     parts += [
         "| program | batch | library | target | kB | GPU kernels | their parameters | launches interpreted | worst relative error | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -121,21 +121,21 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 _EXPLAINED = """\
-"Right" says of the library in the package:
+"right" means, for the library in the package:
 
-- It holds machine code for that architecture and no other; torch, the system, or the driver's header defines every symbol that it needs.
-- Its host code hands each kernel as many arguments, each of as many bytes, as the machine code states, and as many threads; and as much shared
-  memory as the compiler stated (of that the machine code says only whether there is any).
-- It was run on the CPU, twice, at two batch sizes where the batch is dynamic. Its own host code allocated, called operators and launched: memory
-  was the host's, operators were the CPU's, and each launch went to Triton's interpreter, with the grid and the arguments that came, and with the
-  source that the machine code in the library was compiled from. Results, inputs and constants after each call were compared with the captured
-  graph run by ATen on the CPU; the error is that of norms, the worst of any tensor.
+- It has machine code for that architecture only. torch, the system, or the driver's header defines every symbol that it needs.
+- Its host code passes to each kernel the number and sizes of arguments, and the number of threads, that the machine code states. It passes the
+  shared memory that the compiler stated; the machine code states only whether there is any.
+- It ran on the CPU twice, at two batch sizes if the batch is dynamic. The host code was the library's: it allocated, called operators and launched
+  kernels. Memory was the host's, and operators were the CPU's. Each launch went to Triton's interpreter, with the library's grid and arguments and
+  with the source of the kernel's machine code. Results, inputs and constants after each call were compared with the captured graph, run by ATen on
+  the CPU. The error is the largest relative error of a tensor's norm.
 
-The libraries of the first program were also looked at and run with one thing spoilt at a time: an argument less, an int for a pointer, another
-number of warps, a minus for a plus in each kernel, blocks of one element, another bit in the machine code. Each was called wrong.
+The checks can fail: the libraries of the first program were also checked with one fault each: a missing argument, an int for a pointer, a different
+number of warps, a minus for a plus in each kernel, blocks of one element, a flipped bit in the machine code. Each was called wrong.
 
-Not proved: that the machine code does what its source says, operators of CUDA, CUDA's random numbers, allocation, and order of execution. None
-of this code has run on a GPU."""
+Not checked: that the machine code matches its source, CUDA's operators, random numbers and allocation, and the order of execution. None of this code
+has run on a GPU."""
 
 
 if __name__ == "__main__":

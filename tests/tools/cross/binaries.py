@@ -1,4 +1,4 @@
-"""Which of a compiled library's symbols nobody provides."""
+"""Find the undefined symbols of a compiled library."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def unresolved(library: Path, driver: frozenset[str]) -> list[str]:
-    """Undefined symbols that neither torch's libraries, nor the system's, nor the driver define."""
+    """Return the symbols that neither torch's libraries, nor the system's, nor the driver define."""
     wanted = symbols(library, "--undefined-only")
     weak = {name for kind, name in wanted if kind in "wv"}
     return sorted({name for _, name in wanted} - weak - _provided() - driver)
 
 
 def driver_symbols(header: Path) -> frozenset[str]:
-    """The driver's functions, as ``cuda.h`` declares them."""
+    """Return the driver's functions that ``cuda.h`` declares."""
     text = header.read_text(errors="replace")
     return frozenset(re.findall(r"\b(cu[A-Z]\w+)\s*\(", text)) | frozenset(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", text))
 
@@ -33,7 +33,7 @@ def _provided() -> frozenset[str]:
 
 
 def symbols(library: Path, which: str) -> list[tuple[str, str]]:
-    """Kind and name, without a version."""
+    """Return kind and name of each symbol, without its version."""
     said = subprocess.run(["nm", "-D", which, library], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in said.splitlines()]
     return [(row[-2], row[-1].partition("@")[0]) for row in rows if len(row) >= 2]

@@ -1,4 +1,4 @@
-"""What Triton 3.6's interpreter lacks: NVIDIA's functions ("libdevice"), rounding to bfloat16, numpy since 2.4. For processes that interpret."""
+"""Patches for Triton 3.6's interpreter: NVIDIA's functions ("libdevice"), rounding to bfloat16, numpy 2.4. Only for interpreting processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _IN_TORCH = {name: name for name in _SAME.split()} | {"fabs": "abs", "rint": "ro
 
 
 def elementwise(self: Any, library: str, path: str, symbol: str, arguments: list[Any], kind: Any, pure: bool) -> Any:
-    """``__nv_tanhf`` by torch, in double precision, rounded to the type that it returns."""
+    """Compute a function such as ``__nv_tanhf`` with torch in double precision, and round the result to its type."""
     name = symbol.removeprefix("__nv_")
     known = _IN_TORCH.get(name) or _IN_TORCH.get(name[:-1])  # the last letter may be the type's: "f" or "d"
     if known is None:
@@ -31,7 +31,7 @@ def elementwise(self: Any, library: str, path: str, symbol: str, arguments: list
 
 
 def rounded(original: Any) -> Any:
-    """To bfloat16 as the machine does, to the nearest: the interpreter cuts the bits off."""
+    """Return a cast that rounds to the nearest bfloat16, like the hardware. The interpreter truncates the bits."""
 
     def cast_impl(self: Any, source: Any, kind: Any) -> Any:
         if (source.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
@@ -43,7 +43,7 @@ def rounded(original: Any) -> Any:
 
 
 class Libdevice:
-    """The module of that name: outside a compiler its functions have to be told what they belong to."""
+    """Triton's module ``libdevice``. Outside a compiler its functions need the argument ``_semantic``."""
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(getattr(libdevice, name), _semantic=interpreter.interpreter_semantic)
@@ -58,6 +58,6 @@ def install() -> None:
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # int() of an array of one is an error in numpy 2.4
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # numpy 2.4 raises for int() of an array of one
 
     interpreter._patch_lang_tensor = patched

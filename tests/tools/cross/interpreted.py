@@ -1,8 +1,8 @@
-"""Runs libraries for GPUs where there is none, and compares them with eager.
+"""Run libraries for GPUs on a machine without one, and compare them with eager.
 
-The library is the one in the package: its own host code allocates, calls operators and launches kernels, with grids and arguments of its own. What is
-not there is played (``driver.c``): memory is the host's, operators are those of the CPU, and a launch goes to Triton's interpreter, with the source
-that the machine code in the library was compiled from (:mod:`.played`). So the machine code itself is what remains unproved.
+The library comes from the package. Its host code allocates, calls operators and launches kernels. ``driver.c`` simulates the GPU: memory is the
+host's, operators are the CPU's, and a launch goes to Triton's interpreter with the source of the kernel (:mod:`.played`). This does not check the
+machine code, nor CUDA's operators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _JUMP = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """``error``: the worst of any tensor, relative to eager's; ``launches`` went into it. ``refused`` and ``wrong``: words, or ""."""
+    """``error``: the largest relative error of a tensor. ``launches``: the number of launches. ``refused`` and ``wrong``: the reason, or ""."""
 
     error: float = 0.0
     launches: int = 0
@@ -45,9 +45,10 @@ class Verdict:
 def judge(
     libraries: Sequence[tuple[Path, Compiled, dict[str, str]]], weights: dict[str, torch.Tensor], *, say: Callable[[str], object] = sys.stderr.write
 ) -> list[Verdict]:
-    """Of each library (its file, what it was compiled from, its constants) a verdict; each is called twice, at two sizes where they are dynamic.
+    """Return a verdict for each library. Call each twice, at two sizes if sizes are dynamic.
 
-    ``weights``: the package's, by key. A backward is given what its forward, which comes before it, saves. ``say`` is given the tracebacks.
+    A library is its file, its source, and its constants. ``weights``: the package's weights, by key. A backward gets the tensors that its forward
+    saves; the forward must come first. ``say`` gets the tracebacks.
     """
     given, eager = [], []
     saved: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
@@ -71,7 +72,9 @@ def _placeholders(compiled: Compiled) -> list[str]:
 
 
 def _inputs(compiled: Compiled, saved: dict[str, torch.Tensor], more: int, seed: int) -> list[torch.Tensor]:
-    """What the forward saved under that name; else drawn anew, each dynamic size larger by ``more`` than the example's. Integers are 0 or 1."""
+    """Return the inputs of a call: tensors that the forward saved, or random ones. Random integers are 0 or 1.
+
+    Each dynamic size is larger by ``more`` than in the example."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for node in compiled.graph.module.graph.find_nodes(op="placeholder"):
@@ -99,7 +102,7 @@ def _sizes(sizes: Sequence[Any], more: int) -> list[int]:
 
 
 def _eager(compiled: Compiled, library: Library) -> list[Call]:
-    """The graph by ATen's operators on the CPU, one after another."""
+    """Run the graph with ATen's operators on the CPU."""
     graph = compiled.graph
     module = torch.fx.GraphModule({}, torch.fx.Graph())
     for attribute, (key, _) in graph.constants.items():
@@ -123,7 +126,7 @@ def _play(libraries: list[Library], say: Callable[[str], object]) -> list[Played
         argv = [sys.executable, "-m", "tests.tools.cross.played", str(driver), str(jobs), str(results)]
         done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         if done.returncode:
-            last = (done.stderr.strip() or "nothing was said").splitlines()[-1]
+            last = (done.stderr.strip() or "no message").splitlines()[-1]
             return [Played(failed=f"the process ended with {done.returncode}: {last}") for _ in libraries]
         say(done.stderr)
         return torch.load(results, weights_only=False)
@@ -162,8 +165,10 @@ def compared(library: Library, played: Played, eager: list[Call], donated: Seque
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
-    """Of norms, as :mod:`tests.support.oracle` measures: relative to the tensor's own, or to a tenth of the largest there, where a gradient is zero
-    but for rounding. Infinite where it cannot be told: another shape or dtype, or eager's own numbers are not finite."""
+    """Return the relative error of the norm, like :mod:`tests.support.oracle`.
+
+    The reference is the tensor's norm, or a tenth of the largest norm, because some gradients are zero except for rounding. The error is infinite if
+    shape or dtype differ, or if eager's numbers are not finite."""
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape) or not expected.isfinite().all():
         return float("inf")
     if torch.equal(actual, expected):

@@ -1,4 +1,4 @@
-"""What passes between the process that compiles and the one that interprets."""
+"""Messages between the compiling and the interpreting process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel in Triton's language, and what it was compiled to. ``signature``: the type of each argument that a launch gives, in order.
+    """A kernel in Triton's language, and its machine code.
 
-    ``constants``: of the others the values. ``multiples``: arguments that the machine code takes to be multiples of 16.
+    ``signature``: the type of each argument of a launch, in order. ``constants``: the values of the other arguments. ``multiples``: arguments that
+    must be multiples of 16, because the machine code assumes it.
     """
 
     text: str
@@ -25,7 +26,7 @@ class Source:
 
 @dataclass
 class Call:
-    """Tensors after a call: what it returned, what it was given, and the constants by weight key."""
+    """Tensors after a call: its results, its inputs, and the constants by weight key."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
@@ -34,7 +35,7 @@ class Call:
 
 @dataclass
 class Played:
-    """``refused``: why it could not be interpreted. ``failed``: what went wrong. ``kernels``: how many different ones were launched."""
+    """``refused``: why the library cannot be interpreted. ``failed``: the error. ``kernels``: the number of different kernels launched."""
 
     calls: list[Call] = field(default_factory=list)
     launches: int = 0
@@ -45,7 +46,7 @@ class Played:
 
 @dataclass
 class Library:
-    """What a library is to be called with. ``constants``: its names for them -> weight keys. ``operators``: of the GPU, without their prefix."""
+    """A library and its calls. ``constants``: weight keys by the library's names. ``operators``: GPU operators, without their prefix."""
 
     path: str
     operators: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Whether the host code launches each kernel as its machine code expects: number and sizes of the arguments, threads, shared memory.
+"""Check that the host code launches each kernel as its machine code expects: number and sizes of arguments, threads, shared memory.
 
-``cuLaunchKernel`` is handed pointers to the arguments and reads as many bytes at each as the machine code says: one too few, or an ``int`` where the
-code expects a ``long``, and it reads what happens to lie there.
+``cuLaunchKernel`` gets pointers to the arguments and reads as many bytes as the machine code states. If an argument is missing, or is an ``int``
+instead of a ``long``, it reads unrelated memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .machine_code import Kernel
 
 _SIZES = {"CUdeviceptr": 8, "int64_t": 8, "uint64_t": 8, "double": 8, "int32_t": 4, "uint32_t": 4, "float": 4, "int16_t": 2, "int8_t": 1, "bool": 1}
-# torch 2.15 adds arguments: whether dependent launches may overlap, and where to keep a module that the destructor unloads.
+# torch 2.15 adds two arguments: a flag for overlapping dependent launches, and a list of modules for the destructor to unload.
 _LAUNCH = re.compile(r"launchKernel\(kernels_\.(\w+), grid_0, grid_1, grid_2, (\d+), (\d+), kernel_args_, stream_(?:, false)?\);")
 _LOAD = re.compile(r'kernels_\.(\w+) = loadKernel\(\w+, "(\w+)", (\d+)(?:, &kernels_\.loaded_modules_)?\);')
 _ARGUMENTS = re.compile(r"void\* kernel_args_\[\] = \{(.*)\};")
@@ -22,20 +22,20 @@ _DECLARED = re.compile(r"^ +(\w+) (\w+) = ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Launch:
-    """As the host code has it. ``name``: the kernel's, in the machine code. ``arguments``: the type of each."""
+    """A launch in the host code. ``name``: the name of the kernel in the machine code. ``arguments``: their types."""
 
     name: str
     arguments: tuple[str, ...]
     warps: int
     shared: int
-    shared_allowed: int  # what the kernel is opted in to when it is loaded
+    shared_allowed: int  # the limit that the host code sets when it loads the kernel
 
 
 def launches(wrapper: str) -> list[Launch]:
-    """Of the C++ that Inductor generates around the kernels: each kernel has one function that launches it."""
+    """Return the launches in the C++ that Inductor generates. One function launches each kernel."""
     found = []
     for function in re.split(r"^static (?:inline|__attribute__\(\(noinline\)\)) void (?=call_)", wrapper, flags=re.MULTILINE)[1:]:
-        code = re.sub(r"/\*.*?\*/", "", function, flags=re.DOTALL)  # the kernel's own source is there as a comment
+        code = re.sub(r"/\*.*?\*/", "", function, flags=re.DOTALL)  # a comment has the kernel's source
         launch, load, arguments = _LAUNCH.search(code), _LOAD.search(code), _ARGUMENTS.search(code)
         if not (launch and load and arguments):
             raise ValueError(f"the host code launches {function.split('(', 1)[0]} in a way that is not known here")
@@ -46,7 +46,9 @@ def launches(wrapper: str) -> list[Launch]:
 
 
 def faults(wrapper: str, kernels: Sequence[Kernel], shared: Mapping[str, int]) -> list[str]:
-    """What does not fit. ``shared``: bytes of shared memory of each kernel as its compiler stated them; the machine code says only whether any."""
+    """Return the mismatches.
+
+    ``shared``: bytes of shared memory per kernel, as its compiler stated. The machine code states only whether there is any."""
     launched = {launch.name: launch for launch in launches(wrapper)}
     known = {kernel.name: kernel for kernel in kernels}
     wrong = [f"{name} is launched, and has no machine code" for name in launched.keys() - known.keys()]
@@ -61,7 +63,7 @@ def _misfits(launch: Launch, kernel: Kernel, shared: int) -> list[str]:
     expected = [size for _, size in kernel.parameters]
     offsets, end = [], 0
     for size in expected:
-        end += -end % size  # a parameter lies at a multiple of its size
+        end += -end % size  # the offset of a parameter is a multiple of its size
         offsets.append(end)
         end += size
     stated = {

@@ -1,6 +1,6 @@
-"""What the machine code in a library says of its kernels: each is an ELF file of its own ("cubin"), embedded as it is.
+"""Read the properties of kernels from the machine code in a library. Each embedded "cubin" is a complete ELF file.
 
-NVIDIA does not describe the section ``.nv.info.<kernel>``; the numbers below are those that ``cuobjdump -elf`` gives names to.
+NVIDIA does not document the section ``.nv.info.<kernel>``. The numbers below come from the names that ``cuobjdump -elf`` prints.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CUDA_MACHINE = 190  # EM_CUDA
-_ABI_VERSION = 8  # where it stands. In version 7, which ptxas 13 writes for sm_80, the architecture is the lowest byte of the flags; else the next
+_ABI_VERSION = 8  # its offset. In version 7 (ptxas 13 for sm_80) the architecture is the lowest byte of the flags, later the next one
 _NOBITS = 8
 _HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")
-_SIZED, _IN_PLACE = 4, (1, 2, 3)  # EIFMT_SVAL: a length and so many bytes; NVAL, BVAL, HVAL: the two bytes that follow
+_SIZED, _IN_PLACE = 4, (1, 2, 3)  # EIFMT_SVAL: a length, then the bytes; NVAL, BVAL, HVAL: the next two bytes
 _REQNTID, _KPARAM_INFO, _CBANK_PARAM_SIZE = 0x10, 0x17, 0x19  # EIATTR_...
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """``parameters``: offset and size in bytes of each, by ordinal. ``bytes_of_parameters``: of all together. ``threads``: of a block, in three
-    dimensions; a launch has to use as many. ``uses_shared``: whether it has a section of shared memory; how large, the launch decides."""
+    """``parameters``: offset and size in bytes of each, by ordinal. ``bytes_of_parameters``: their total size. ``threads``: threads of a block in
+    three dimensions; a launch must use the same. ``uses_shared``: whether there is a section of shared memory; the launch decides its size."""
 
     name: str
     architecture: str
@@ -31,7 +31,7 @@ class Kernel:
 
 
 def kernels(library: bytes) -> list[Kernel]:
-    """Of each piece of machine code in ``library``, the kernels."""
+    """Return the kernels of all machine code in ``library``."""
     found = []
     at = library.find(b"\x7fELF", 1)
     while at > 0:
@@ -42,7 +42,7 @@ def kernels(library: bytes) -> list[Kernel]:
 
 
 def kernels_of(cubin: bytes) -> list[Kernel]:
-    """``cubin`` may be longer than the ELF file that it begins with."""
+    """Return the kernels of ``cubin``. It may be longer than the ELF file at its start."""
     flags = _HEADER.unpack_from(cubin)[7] >> (8 if cubin[_ABI_VERSION] >= 8 else 0)
     inside = dict(sections(cubin))
     prefix = ".nv.info."
@@ -50,7 +50,7 @@ def kernels_of(cubin: bytes) -> list[Kernel]:
 
 
 def sections(file: bytes) -> Iterator[tuple[str, bytes]]:
-    """Name and contents of each section of an ELF file."""
+    """Yield name and contents of each section of an ELF file."""
     header = _HEADER.unpack_from(file)
     at, size, count, names = header[6], header[11], header[12], header[13]
     rows = [_SECTION.unpack_from(file, at + number * size) for number in range(count)]
@@ -85,4 +85,4 @@ def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
             yield attribute, info[at + 2 : at + 4]
             at += 4
         else:
-            raise ValueError(f".nv.info holds an attribute of an unknown form {form}")
+            raise ValueError(f".nv.info: unknown form {form} of an attribute")

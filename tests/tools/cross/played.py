@@ -1,6 +1,6 @@
-"""``python -m tests.tools.cross.played DRIVER JOBS RESULTS``: runs compiled libraries, each launch of a kernel by Triton's interpreter.
+"""``python -m tests.tools.cross.played DRIVER JOBS RESULTS``: run compiled libraries; Triton's interpreter runs each launch of a kernel.
 
-A process of its own: the driver that is played has to be there before torch, and Triton decides at its first import whether it interprets.
+It needs a separate process: the simulated driver must be loaded before torch, and Triton decides at its first import whether it interprets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ libdevice = None
 
 @triton.jit
 """
-_PATHS = {".debug_line": b""}  # the exporter takes this machine's paths out of the library, and there they are
+_PATHS = {".debug_line": b""}  # the exporter removes paths of this machine from the library; this section has them
 _CTYPES = {
     "i1": ctypes.c_bool, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
     "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double,
@@ -36,7 +36,7 @@ _LAUNCH = ctypes.CFUNCTYPE(
 
 
 class Player:
-    """Kernels by name, and what became of launching them. ``failure``: of the first that failed."""
+    """Launches kernels by name. ``failure``: the first exception of a launch."""
 
     def __init__(self, kernels: dict[str, Any], folder: Path) -> None:
         self.kernels, self.folder = kernels, folder
@@ -45,7 +45,7 @@ class Player:
         self.failure: BaseException | None = None
 
     def launch(self, image: int, name: bytes, grid: Any, threads: Any, shared: int, arguments: Any) -> int:
-        """What ``cuLaunchKernel`` returns: an exception cannot pass through the library."""
+        """Run a launch and return the status for ``cuLaunchKernel``: an exception cannot pass through the library."""
         try:
             self.run(image, name.decode(), tuple(grid[:3]), tuple(threads[:3]), shared, arguments)
         except BaseException as error:
@@ -59,22 +59,22 @@ class Player:
         source = self.kernels[name]
         loaded, made = dict(sections(ctypes.string_at(image, len(source.cubin)))), dict(sections(source.cubin))
         if {**loaded, **_PATHS} != {**made, **_PATHS}:
-            raise ValueError(f"{name}: the machine code in the library is not what its source was compiled to")
+            raise ValueError(f"{name}: the machine code in the library differs from the compiled source")
         code = next(kernel for kernel in kernels_of(source.cubin) if kernel.name == name)
         if (threads, shared) != (code.threads, source.shared):
             raise ValueError(f"{name}: launched with {threads} threads and {shared} bytes of shared memory")
         raw = [ctypes.string_at(arguments[ordinal], size) for ordinal, (_, size) in enumerate(code.parameters)]
         own, scratch = dict(zip(source.signature, raw, strict=False)), raw[len(source.signature) :]
         if any(map(any, scratch)):
-            raise NotImplementedError(f"{name}: it is given scratch memory")
+            raise NotImplementedError(f"{name}: it gets scratch memory")
         if odd := [argument for argument in source.multiples if int.from_bytes(own[argument], "little") % 16]:
-            raise ValueError(f"{name}: its machine code takes {', '.join(odd)} for multiples of 16")
+            raise ValueError(f"{name}: its machine code expects multiples of 16 in {', '.join(odd)}")
         values = {argument: _value(source.signature[argument], data) for argument, data in own.items()}
         self.function(name).run(**values, **source.constants, grid=grid, warmup=False)
         self.launches += 1
 
     def function(self, name: str) -> Any:
-        """The kernel's source as a module of Python, which the interpreter reads again."""
+        """Return the kernel, from a Python module with its source: the interpreter reads the source from the file."""
         from .gaps import Libdevice
 
         if name not in self.functions:
@@ -120,7 +120,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, library in enumerate(job["libraries"]):
             if lacking := missing & set(library.operators):
-                results.append(jobs.Played(refused=f"{', '.join(sorted(lacking))} has no counterpart on the CPU"))
+                results.append(jobs.Played(refused=f"{', '.join(sorted(lacking))} not available on the CPU"))
                 continue
             (Path(folder) / str(number)).mkdir()
             player = Player(library.kernels, Path(folder) / str(number))

@@ -1,4 +1,4 @@
-"""The programs that are compiled for GPUs: of each kind one, static and with a dynamic batch."""
+"""The programs to cross-compile for GPUs: one of each kind, each with a static and a dynamic batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...support import zoo
 
 
 class Attentive(nn.Module):
-    """A transformer's block with attention and dropout."""
+    """A transformer block with attention and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Attentive(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention alone, by the kernel that a GPU has for it: flash attention for half precision, else the memory-efficient one, else a formula."""
+    """Attention with a kernel of the GPU: flash attention for half precision, else the memory-efficient one, else the formula."""
 
     def __init__(self, depth: int, dtype: torch.dtype, causal: bool, masked: bool):
         super().__init__()
@@ -43,7 +43,7 @@ class Heads(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A transformer's block in mixed precision, as it is written for a GPU."""
+    """A transformer block in mixed precision, as scripts for GPUs have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ NAMES = ("mlp", "bfloat16", "convolutions", "channels_last", "attention", "mixed
 
 
 def module(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """The module of that name, from the same seed each time, and an example."""
+    """Return the module of that name, from the same seed each time, and an example."""
     torch.manual_seed(0)
     made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
@@ -89,7 +89,7 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 def write(path: Path, name: str, dynamic: bool, target: str) -> None:
-    """Exports the program of that name for ``target``."""
+    """Export the program of that name for ``target``."""
     torch.manual_seed(0)
     rows = ROWS if dynamic else None
     if name == "recorded":

@@ -1,4 +1,4 @@
-"""That the checks can fail: the same libraries with one thing spoilt must each be called wrong."""
+"""Show that the checks can fail: the same libraries with one fault each must be called wrong."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def _other_code(source: Source) -> Source:
 KERNELS: dict[str, Callable[[Source], Source]] = {
     "a minus for a plus": lambda s: dataclasses.replace(s, text=re.sub(r"(tmp\d+) \+ (_?tmp\d+)", r"\1 - \2", s.text, count=1)),
     "blocks of one element": lambda s: dataclasses.replace(s, constants={**s.constants, "XBLOCK": 1}),
-    "a bit of the machine code": _other_code,
+    "a flipped bit in the machine code": _other_code,
 }
 HOSTS: dict[str, Callable[[str], str]] = {
-    "an argument less": lambda w: re.sub(r"(kernel_args_\[\] = \{)&\w+, ", r"\1", w),
+    "a missing argument": lambda w: re.sub(r"(kernel_args_\[\] = \{)&\w+, ", r"\1", w),
     "an int for a pointer": lambda w: re.sub(r"CUdeviceptr (var_\d+)", r"int32_t \1", w),
-    "another number of warps": lambda w: re.sub(r"grid_2, \d+, ", "grid_2, 7, ", w),
+    "a different number of warps": lambda w: re.sub(r"grid_2, \d+, ", "grid_2, 7, ", w),
 }
 
 
 def unnoticed(libraries: Sequence[tuple[Path, Compiled, dict[str, str]]], weights: dict[str, torch.Tensor]) -> list[str]:
-    """What was spoilt, in which library, and called right."""
+    """Return the faults that the checks did not find, with the library."""
     found, tried = [], []
     for path, compiled, constants in libraries:
         kernels = machine_code.kernels(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What the exporter's compiler was given and what it made: graphs, host code, and the kernels' sources, none of which is in a package."""
+"""Capture the inputs and results of the exporter's compiler: graphs, host code, and sources of kernels. A package has none of these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .jobs import Source
 
 @dataclass
 class Compiled:
-    """One library. ``graph``: as it was captured, on the CPU. ``wrapper``: the host code."""
+    """One library. ``graph``: the captured graph, on the CPU. ``wrapper``: the host code."""
 
     graph: Graph
     wrapper: str
@@ -25,7 +25,9 @@ class Compiled:
 
 @contextlib.contextmanager
 def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
-    """Within, all that is compiled for GPUs is put into what is given, by target ("cuda:sm_90") and name. The compile cache must be empty."""
+    """Yield a dict that collects every library compiled for GPUs within the context, by target ("cuda:sm_90") and name.
+
+    The compile cache must be empty."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     seen: dict[tuple[str, str], Compiled] = {}

@@ -1,1 +1,1 @@
-"""Long runs: what a process has of descriptors, mappings, memory of its own and extracted folders must stay as it is."""
+"""Long runs: file descriptors, mappings, private memory and extracted folders of a process must not grow."""

@@ -17,20 +17,18 @@ from . import parts
 
 ROOT = Path(__file__).parents[3]
 ALLOWED = {"descriptors": 2, "mappings": 16, "private": 4 << 20, "folders": 0}
-"""How much more there may be at the end than after the first fifth of the repetitions, in which what is kept on purpose is filled."""
+"""Allowed growth from the end of the first fifth of the repetitions to the end. The first fifth fills caches that are kept on purpose."""
 RULE = (
-    "Flat: from the end of the first fifth of the repetitions to the end of the last, at most "
-    f"{ALLOWED['descriptors']} descriptors, {ALLOWED['mappings']} mappings, {ALLOWED['private'] >> 20} MiB of private memory and no folder more."
+    "Flat: from the end of the first fifth of the repetitions to the end, growth of at most "
+    f"{ALLOWED['descriptors']} descriptors, {ALLOWED['mappings']} mappings, {ALLOWED['private'] >> 20} MiB of private memory and 0 folders."
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.endurance", description="Repeats calls, loads and bindings; all that is held must stay."
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.endurance", description="Repeat calls, loads and bindings; resources must not grow.")
     parser.add_argument("--only", default=",".join(parts.PARTS), help=f"parts, by default all: {','.join(parts.PARTS)}")
-    parser.add_argument("--calls", type=int, metavar="N", help="at most so many repetitions of each part")
-    parser.add_argument("--again", action="store_true", help="also what an earlier run has finished with as many repetitions")
+    parser.add_argument("--calls", type=int, metavar="N", help="at most N repetitions of each part")
+    parser.add_argument("--again", action="store_true", help="also run parts that an earlier run has finished")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "endurance", metavar="FOLDER", help="packages, caches and results")
     parser.add_argument("--docs", type=Path, metavar="STEM", help="write STEM.md and STEM.json")
     options = parser.parse_args()
@@ -52,7 +50,7 @@ def main() -> None:
             found[name] = _run(name, calls, work)
             path.write_text(json.dumps(found[name], indent=1) + "\n")
         print(f"{name}: {'; '.join(found[name]['problems']) or 'flat'}", flush=True)
-        if options.docs:  # also of what is broken off, the parts that are done
+        if options.docs:  # an interrupted run still leaves a page
             _write(options.docs, found)
     print(f"\n{report.table(COLUMNS, _rows(found))}\n{RULE}")
     sys.exit(1 if any(f["problems"] for f in found.values()) else 0)
@@ -61,7 +59,7 @@ def main() -> None:
 def _run(name: str, calls: int, work: Path) -> dict[str, Any]:
     argv = [sys.executable, "-m", f"{__package__}.worker", name, str(calls), str(work)]
     samples = []
-    # a cache of its own: in one that other processes use, too, folders come and go
+    # a separate cache: other processes add and remove folders in the shared one
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AOT_BACKWARD_CACHE": str(work / "cache")}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         assert process.stdout is not None
@@ -73,12 +71,12 @@ def _run(name: str, calls: int, work: Path) -> dict[str, Any]:
 
 
 def grown(samples: list[dict[str, Any]]) -> list[str]:
-    """What is not flat."""
+    """Return the resources that are not flat."""
     first, last = samples[len(samples) // 5 - 1], samples[-1]
     return [f"{what} from {first[what]} to {last[what]}" for what, allowed in ALLOWED.items() if last[what] - first[what] > allowed]
 
 
-COLUMNS = ["what is repeated", "times", "seconds", "us each", "descriptors", "mappings", "private MiB", "folders", ""]
+COLUMNS = ["part", "times", "seconds", "us each", "descriptors", "mappings", "private MiB", "folders", ""]
 
 
 def _rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -107,11 +105,11 @@ def _write(stem: Path, found: dict[str, dict[str, Any]]) -> None:
     lines = [
         f"# Endurance, {datetime.date.today().isoformat()}",
         "",
-        f"{described['cpu']}, one thread, torch {described['torch']}. Each part in a process of its own. {RULE}",
+        f"{described['cpu']}, one thread, torch {described['torch']}. Each part runs in a separate process. {RULE}",
         "",
         *rows,
         "",
-        "Made by `python -m tests.tools.endurance`; figures: the JSON file beside this one.",
+        "Made by `python -m tests.tools.endurance`. The JSON file of the same name has the figures.",
         "",
     ]
     stem.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is repeated: each part makes what one repetition is, and says how often it is repeated."""
+"""The parts. Each yields the function of one repetition, and has a number of repetitions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def net() -> nn.Module:
 
 
 def made(folder: Path) -> None:
-    """The packages of all parts."""
+    """Export the packages of all parts."""
     import aot_backward as ab
 
     x, target = torch.randn(ROWS, WIDTH), torch.randint(3, (ROWS,))
@@ -90,7 +90,7 @@ def rejected(folder: Path) -> Iterator[Once]:
             called(*bad[number % len(bad)])
         except InputError:
             return
-        raise AssertionError(f"repetition {number} was taken")
+        raise AssertionError(f"repetition {number}: expected InputError, got no error")
 
     yield once
 
@@ -135,7 +135,7 @@ def bindings(folder: Path) -> Iterator[Once]:
 
 @contextlib.contextmanager
 def structures(folder: Path) -> Iterator[Once]:
-    """A constant of the graph is another in each pass, as a scheduled limit is."""
+    """Change a constant of the graph in each pass, like a scheduled limit."""
     weight, x = torch.ones(WIDTH, requires_grad=True), _input()
     with replay(folder / "passes.pt2"):
         yield lambda number: (x * weight).clamp(max=1 + number * 1e-3).sum().backward()
@@ -143,7 +143,7 @@ def structures(folder: Path) -> Iterator[Once]:
 
 @contextlib.contextmanager
 def leaking(folder: Path) -> Iterator[Once]:
-    """For the test that a leak is found: it is not among those that are run."""
+    """Leak, for the test that a leak is found. Runs only on request."""
     kept: list[object] = []
     yield lambda _: kept.append((Path("/dev/null").open("rb"), bytearray(1 << 16)))  # noqa: SIM115
 

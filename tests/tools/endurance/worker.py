@@ -1,4 +1,4 @@
-"""``python -m tests.tools.endurance.worker PART CALLS FOLDER``: repeats one part, and prints a line of JSON for each sample on the way."""
+"""``python -m tests.tools.endurance.worker PART CALLS FOLDER``: repeat one part, and print a line of JSON for each sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample(number: int, start: float) -> dict[str, float]:
 def main() -> None:
     name, calls, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    logging.disable(logging.WARNING)  # each pass that replay does not know is one
+    logging.disable(logging.WARNING)  # replay warns of each unknown pass
     start, done = time.perf_counter(), 0
     with (PARTS | HIDDEN)[name].run(folder) as once:
         for number in range(1, SAMPLES + 1):

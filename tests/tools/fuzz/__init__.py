@@ -1,1 +1,1 @@
-"""Spoilt packages, state files and signatures, from opening to the first calls: ``python -m tests.tools.fuzz``."""
+"""Fuzzing of packages, state files and signatures, from opening to the first calls: ``python -m tests.tools.fuzz``."""

@@ -1,7 +1,7 @@
 """``python -m tests.tools.fuzz [--seed N] [--count N] [--minutes M] [--jobs N] [--resume FILE] [--docs STEM] [--only NUMBER]``
 
-Runs mutations 0 to ``count - 1`` of a seed, each in a forked process that may end any time; what was done is written down as it comes, and the
-same command goes on where one ended. Status 1 where there is a fault.
+Run mutations 0 to ``count - 1`` of a seed in forked processes that may crash. Results are written at once; the same command continues an interrupted
+run. The exit status is 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ ROOT = Path(__file__).parents[3]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz", description="Spoilt packages, state files and signatures: refused, or right.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.fuzz", description="Mutated packages, state files and signatures: refused, or right."
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100_000, metavar="N", help="mutations in all, by default 100000")
-    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="begin nothing new after so many; run again to go on")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one a core")
-    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; those of one FILE may run at once")
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="which of them, from 1")
-    parser.add_argument("--limit", type=float, default=30, metavar="S", help="seconds after which a mutation hangs")
-    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="of the sound packages, made where absent")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="skip what FILE holds, append to it; by default in the folder of the packages")
+    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="start nothing new after M minutes; run again to continue")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one per core")
+    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; pieces of one FILE may run at once")
+    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
+    parser.add_argument("--limit", type=float, default=30, metavar="S", help="seconds after which a mutation counts as hanging")
+    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="valid packages; missing ones are made")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="skip mutations that FILE has; by default in the packages' folder")
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="run one mutation here, and say what comes of it")
-    parser.add_argument(
-        "--bases", metavar="NAMES", help="packages that are spoilt: net,order,step,passes,targets; others are golden-pair,golden-passes"
-    )
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="run one mutation in this process, and print its verdict")
+    parser.add_argument("--bases", metavar="NAMES", help="packages to mutate: net,order,step,passes,targets; also golden-pair,golden-passes")
     options = parser.parse_args()
     os.environ["AOT_BACKWARD_CACHE"] = str(options.packages / "cache")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,7 +1,7 @@
-"""The packages that are spoilt, each small, exported once and kept; and what calls each of them, against eager on the same numbers.
+"""The packages to mutate, and their calls, compared with eager on the same numbers. Each package is small; it is exported once and kept.
 
-Eager runs on the state that the loaded entry shows (``state_dict``, ``param_groups``), so that a package with other weights or another learning rate,
-which is a sound package of another training, is judged by what it says of itself.
+Eager runs on the state that the loaded entry shows (``state_dict``, ``param_groups``). So a package with other weights or another learning rate,
+which is valid, is compared with eager at these values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS = Dim("rows", min=2, max=64)
 
 
 class Net(nn.Module):
-    """A tie, a buffer that moves, a frozen parameter, two inputs and two outputs of one look, a size among the results."""
+    """A module with tied weights, a changing buffer, a frozen parameter, two inputs and two outputs of the same form, and a size as a result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def export_step(path: Path) -> None:
 
 
 def passes(batches: tuple[int, ...]) -> Numbers:
-    """Of a script: the gradients of a small net's parameters, for each batch."""
+    """Run as a script: return the gradients of a small net's parameters, for each batch."""
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     out: Numbers = {}
@@ -142,18 +142,18 @@ def export_targets(path: Path) -> None:
     ab.export(path, {"bend": ab.Grad(bend, [variant], wrt=["x", "y"])}, target="cpu:avx2,cpu:sse4")
 
 
-# calling, against eager
+# calls, compared with eager
 
 
 def call_module(package: Package, name: str, eager: nn.Module, args: tuple[Any, ...], again: bool) -> list[tuple[Numbers, Numbers]]:
-    """``again``: whether the gradients are differentiated once more."""
+    """Call a module entry and eager. ``again``: also compute second derivatives."""
     loaded = package.module(name)
     eager = copy.deepcopy(eager)
     state = {n: t.detach().clone() for n, t in loaded.state_dict().items()}
     wanted = {n: p.requires_grad for n, p in loaded.named_parameters(remove_duplicate=False)}
     found = run_module(loaded, args, again, state)
     with oracle():
-        eager.load_state_dict(state, strict=False)  # what is no state is a constant, and was stored with the value that eager has
+        eager.load_state_dict(state, strict=False)  # other tensors are constants with eager's values
         eager.train(loaded.training)
         for n, p in eager.named_parameters(remove_duplicate=False):
             p.requires_grad_(wanted.get(n, False))
@@ -161,7 +161,7 @@ def call_module(package: Package, name: str, eager: nn.Module, args: tuple[Any, 
 
 
 class NotJudged(Exception):
-    """Eager fails on what the package says of itself, so that there is nothing to compare with."""
+    """Eager fails on the state of the package, so there is nothing to compare."""
 
 
 @contextlib.contextmanager
@@ -173,12 +173,12 @@ def oracle() -> Iterator[None]:
 
 
 def run_module(module: nn.Module, args: tuple[Any, ...], again: bool, names: Collection[str]) -> Numbers:
-    """``names``: of the state that is looked at afterwards."""
+    """Return outputs, gradients, and the state ``names`` after the call."""
     given = clones(args)
     own = [t for t in _tensors(given) if t.requires_grad]
     results = _tensors(module(*given))
     out: Numbers = {f"output {i}": t.detach().clone() for i, t in enumerate(results)}
-    parameters = sorted((n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)  # a tie by its first name
+    parameters = sorted((n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)  # tied parameters by their first name
     sources = {n: p for i, (n, p) in enumerate(parameters) if all(p is not q for _, q in parameters[:i])} | {
         f"input {i}": t for i, t in enumerate(own)
     }
@@ -191,14 +191,14 @@ def run_module(module: nn.Module, args: tuple[Any, ...], again: bool, names: Col
         assert isinstance(scalar, torch.Tensor)
         second = torch.autograd.grad(scalar, list(sources.values()), allow_unused=True)
         out |= {f"second gradient of {n}": g for n, g in zip(sources, second, strict=True)}
-    else:  # the backward again, of the graph that was kept
+    else:  # backward again, through the retained graph
         kept = torch.autograd.grad(made, list(sources.values()), cotangents, allow_unused=True)
         out |= {f"gradient of {n}, again": g for n, g in zip(sources, kept, strict=True)}
     return out | {f"state {n}": b.detach().clone() for n, b in module.state_dict().items() if n in names}
 
 
 def call_grad(package: Package, name: str, function: Any, net: nn.Module | None, args: tuple[torch.Tensor, ...]) -> list[tuple[Numbers, Numbers]]:
-    """``function``: of ``net``, whose parameters are the entry's ``net.NAME``."""
+    """Call a grad entry and eager. ``function`` uses ``net``; the entry names its parameters ``net.NAME``."""
     loaded = package.grad(name)
     state = {n.removeprefix("net."): t.detach().clone() for n, t in loaded.parameters.items()}
     value, grads = loaded(*[a.detach().clone() for a in args])
@@ -218,7 +218,7 @@ def call_grad(package: Package, name: str, function: Any, net: nn.Module | None,
 
 
 def call_step(package: Package, name: str) -> list[tuple[Numbers, Numbers]]:
-    """A step, two calls that are added up, and what they make of everything."""
+    """Make a step, then two calls with accumulated gradients. Compare the losses and the final state."""
     step = package.step(name)
     state = step.state_dict(whole=True)
     spec = package.manifest.entries[name].step
@@ -234,7 +234,7 @@ def call_step(package: Package, name: str) -> list[tuple[Numbers, Numbers]]:
 
 
 def _trained(state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, calls: tuple[tuple[int, bool], ...]) -> Numbers:
-    """The losses, and what the calls make of everything. What is no number of the groups is compiled, and as it was at the export."""
+    """Return eager's losses and final state. Options that are not among the numbers of the groups stay as at the export."""
     net = fit()
     assert isinstance(net, nn.Sequential)
     optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
@@ -250,7 +250,7 @@ def _trained(state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, 
         loss.backward()
         out[f"loss {number}"] = loss.detach()
         if update:
-            if bool(nn.utils.clip_grad_norm_(net.parameters(), clip).isfinite()):  # else a step with skip_nonfinite leaves the update out
+            if bool(nn.utils.clip_grad_norm_(net.parameters(), clip).isfinite()):  # a step with skip_nonfinite skips the update otherwise
                 optimizer.step()
             optimizer.zero_grad()
     own_state = net.state_dict()
@@ -327,19 +327,19 @@ GOLDEN: Mapping[str, Base] = {
     "golden-pair": Base(_golden("1.0-pair.pt2"), _call_golden_pair),
     "golden-passes": Base(_golden("1.1-passes.pt2"), _call_golden_passes),
 }
-"""Which nothing needs to compile, for the tests of this tool. What was written since 0.1.0 says more of itself, so that more can be found out."""
+"""Packages that need no compilation, for the tests of this tool. Newer formats store more, so their checks find more faults."""
 KNOWN = {**BASES, **GOLDEN}
 
 
 def difference(found: Numbers, expected: Numbers) -> str:
-    """What is wrong with ``found``, or ""."""
+    """Return the first difference of ``found`` from ``expected``, or ""."""
     if found.keys() != expected.keys():
-        return f"{sorted(found.keys() ^ expected.keys())[:3]} in one alone"
+        return f"only one of both has {sorted(found.keys() ^ expected.keys())[:3]}"
     largest = max((float(e.double().norm()) for e in expected.values() if e is not None), default=0.0)
     for name, e in expected.items():
         f = found[name]
         if (f is None) != (e is None):
-            return f"{name} is {'None' if f is None else 'there'}"
+            return f"{name} is {'None' if f is None else 'a tensor'}, eager's {'None' if e is None else 'a tensor'}"
         if e is None or f is None:
             continue
         if f.shape != e.shape or f.dtype != e.dtype:

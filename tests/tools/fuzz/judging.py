@@ -1,4 +1,4 @@
-"""What a spoilt file comes to: refused by a typed error, right, or a fault."""
+"""Judge a mutated file: refused by a typed error, right, or a fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Fault(Exception):
 
 
 def judge(made: Spoilt, folder: Path, work: Path) -> tuple[str, str]:
-    """A verdict and the reason. ``folder`` holds the sound packages, ``work`` is for this process alone."""
+    """Return a verdict and the reason. ``folder`` has the valid packages; ``work`` belongs to this process."""
     path = work / "spoilt.pt2"
     path.write_bytes(made.data)
     beside = path.with_name("spoilt.pt2.sig")
@@ -68,11 +68,11 @@ def _judged(made: Spoilt, path: Path, folder: Path, work: Path) -> tuple[str, st
         return _resumed(made.state, folder, work)
     key = folder / KEY if made.beside is not None else None
     if key is None:
-        archive = open_package(path)  # what is refused here is refused by everything else for the same reason
+        archive = open_package(path)  # load() would refuse it for the same reason
         _look_at(archive, work, made)
     package = load(path, key=key)
     if made.beside is not None and made.data != (folder / "targets.pt2").read_bytes():
-        raise _Fault("wrong", "a package that was not signed was loaded")
+        raise _Fault("wrong", "a package loaded without a valid signature")
     try:
         results = KNOWN[made.base].call(package, path)
     except NotJudged as error:
@@ -84,7 +84,7 @@ def _judged(made: Spoilt, path: Path, folder: Path, work: Path) -> tuple[str, st
 
 
 def _look_at(archive: Archive, work: Path, made: Spoilt) -> None:
-    """``inspect``, in each of its forms."""
+    """Run all forms of ``inspect``."""
     described = describe(archive)
     json.loads(json.dumps(described, indent=2))
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
@@ -101,7 +101,7 @@ def _look_at(archive: Archive, work: Path, made: Spoilt) -> None:
 
 
 def _resumed(state: bytes, folder: Path, work: Path) -> tuple[str, str]:
-    """A step that resumes from the file, or refuses it and is as it was."""
+    """Resume a step from the file. If it refuses, check that it has not changed."""
     file = work / "spoilt.state"
     file.write_bytes(state)
     package = load(folder / "step.pt2")
@@ -113,7 +113,7 @@ def _resumed(state: bytes, folder: Path, work: Path) -> tuple[str, str]:
     except AotBackwardError as error:
         verdict = "refused", type(error).__name__
         if not _equal(before, step.state_dict(whole=True)) or not torch.equal(random, torch.get_rng_state()):
-            raise _Fault("wrong", f"half of the state was taken over: {error}") from error
+            raise _Fault("wrong", f"a refused file changed the state: {error}") from error
     if step.accumulated:
         step.zero_grad()
     if step.count < 0 or step.skipped < 0:
@@ -140,7 +140,7 @@ def _equal(a: object, b: object) -> bool:
 
 @contextlib.contextmanager
 def _own_cache(folder: Path) -> Iterator[None]:
-    """Spoilt code is not left in the folder of the others."""
+    """Use a separate cache, so that mutated code does not stay in the shared one."""
     before = os.environ[VARIABLE]
     os.environ[VARIABLE] = str(folder)
     try:
@@ -151,5 +151,5 @@ def _own_cache(folder: Path) -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Errors that native code prints are not the table's."""
+    """Discard stderr: native code prints errors there."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

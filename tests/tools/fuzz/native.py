@@ -1,8 +1,8 @@
 """``python -m tests.tools.fuzz.native [--count N] [--minutes M] [--seed N] [--piece I --pieces N] [--bases NAMES] [--docs STEM]``
 
-The same mutations through the C library, built with AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer, over the standalone backend,
-built with them too: every report is a fault. Packages and cache lie in memory. What was done is written down as it comes, and the same command
-goes on.
+Run the same mutations through the C library with its standalone backend. Both are built with AddressSanitizer, LeakSanitizer and
+UndefinedBehaviorSanitizer; every report is a fault. Packages and cache are in memory. Results are written at once; the same command continues an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .judging import KEY
 ROOT = Path(__file__).parents[3]
 NATIVE = ROOT / "runtime" / "native"
 SANITIZERS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
-BATCH = 500  # mutations of one process, behind which leaks are looked for
+BATCH = 500  # mutations per process; it checks for leaks at its end
 STATUSES = ("opened", "io", "format", "incompatible", "signature", "name", "input", "state", "run", "memory")
 
 
 def build(folder: Path) -> Path:
-    """The program, with the library beside it."""
+    """Build the library and the program in ``folder``. Return the program."""
     subprocess.run(["make", "-s", "-C", str(NATIVE), f"BUILD={folder}", f"CFLAGS={SANITIZERS}", "-j2"], check=True)
     program = folder / "open_packages"
     source = Path(__file__).with_name("open_packages.c")
@@ -40,7 +40,7 @@ def build(folder: Path) -> Path:
 
 
 def write(made: spoiling.Spoilt, folder: Path, packages: Path, number: int) -> str:
-    """The mutation's files; the line that the program reads."""
+    """Write the mutation's files. Return the line for the program's input."""
     path = folder / f"{number}.pt2"
     path.write_bytes(made.data)
     state, key = "-", "-"
@@ -56,11 +56,11 @@ def write(made: spoiling.Spoilt, folder: Path, packages: Path, number: int) -> s
 def run(
     program: Path, seed: int, numbers: Sequence[int], packages: Path, work: Path, names: tuple[str, ...]
 ) -> tuple[Counter[str], list[dict[str, object]]]:
-    """How often each outcome came, and the faults. A process that ends early is begun anew behind the mutation that ended it."""
+    """Return the counts of the outcomes, and the faults. If the process ends early, start a new one after the mutation that ended it."""
     outcomes, faults, left = Counter[str](), list[dict[str, object]](), list(numbers)
     environment = {**os.environ, "AOT_BACKWARD_BACKEND": "standalone", "AOT_BACKWARD_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
     environment |= {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    # Its look into thread-local memory fails where a library was closed; what OpenMP's threads keep there is no leak of ours.
+    # LeakSanitizer's scan of thread-local memory fails after a library was closed. Memory that OpenMP's threads keep there is not our leak.
     suppressed = work / "suppressions"
     suppressed.write_text("leak:libgomp.so\nleak:_dl_resize_dtv\n")
     environment["LSAN_OPTIONS"] = f"use_tls=0:print_suppressions=0:suppressions={suppressed}"
@@ -87,7 +87,7 @@ def batches(options: argparse.Namespace, done: set[int]) -> Iterator[int]:
 
 
 def page(records: Sequence[dict[str, object]], seed: int) -> str:
-    """What was found, as Markdown."""
+    """Return the results as Markdown."""
     outcomes, faults = Counter[str](), list[object]()
     for record in records:
         outcomes.update(record["outcomes"])  # type: ignore[arg-type]
@@ -95,12 +95,12 @@ def page(records: Sequence[dict[str, object]], seed: int) -> str:
     total = sum(outcomes.values()) + len(faults)
     rows = [f"| {name} | {count:,} |" for name, count in outcomes.most_common()]
     lines = [
-        "# Spoilt packages through the C library",
+        "# Mutated packages through the C library",
         "",
-        f"{total:,} mutations of seed {seed}, of packages, state files and signatures, by `python -m tests.tools.fuzz.native`; the mutations are",
-        "those of `make fuzz`. Library and standalone backend were built with AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer. What",
-        'opens is described and called: gradients, forward and backward, steps, accumulated gradients, numbers, state files. "ran": native code was',
-        'called; otherwise the status that refused the package, or "opened" where every call was refused.',
+        f"{total:,} mutations of seed {seed}, of packages, state files and signatures, by `python -m tests.tools.fuzz.native`. `make fuzz` uses the",
+        "same mutations. Library and standalone backend were built with AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer. The program",
+        "describes and calls each package that opens: gradients, forward and backward, steps, accumulated gradients, numbers, state files. The",
+        'outcome "ran" means that native code was called. Other outcomes are the status of the refusal, or "opened" if every call was refused.',
         "",
         "| outcome | mutations |",
         "|---|---:|",
@@ -112,14 +112,14 @@ def page(records: Sequence[dict[str, object]], seed: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz.native", description="Spoilt packages through the C library, under sanitizers.")
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz.native", description="Run mutated packages in the C library, with sanitizers.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1_000_000, metavar="N", help="mutations in all, by default a million")
-    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="begin nothing new after so many; run again to go on")
+    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="start nothing new after M minutes; run again to continue")
     parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; they may run at once")
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="which of them, from 1")
-    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="of the sound packages, made where absent")
-    parser.add_argument("--bases", default="net,step,targets", metavar="NAMES", help="packages that are spoilt; others are golden-pair")
+    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
+    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="valid packages; missing ones are made")
+    parser.add_argument("--bases", default="net,step,targets", metavar="NAMES", help="packages to mutate; also golden-pair")
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md")
     options = parser.parse_args()
     options.packages.mkdir(parents=True, exist_ok=True)

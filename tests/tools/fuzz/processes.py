@@ -1,4 +1,4 @@
-"""Forked workers: each runs a batch of mutations, and says which it is about to run, so that the one is known that ended or stopped it."""
+"""Forked workers. Each runs a batch of mutations and announces each one, so that the parent knows the mutation that crashed or stopped it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH = 1000
 
 
 def prepare(folder: Path, names: Sequence[str]) -> None:
-    """The sound packages, a state file and a signature, where they are not there yet; one process at a time."""
+    """Make the missing valid packages, the state file and the signature. Only one process at a time does this."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -43,7 +43,7 @@ def prepare(folder: Path, names: Sequence[str]) -> None:
 
 
 def _make(folder: Path, missing: Sequence[str], names: Sequence[str]) -> None:
-    """In a process of its own: autograd's threads, and what an export leaves behind, do not go well with a fork."""
+    """Make the files. Runs in a separate process: a process that has exported, or has autograd's threads, should not fork workers."""
     for name in missing:
         bases.KNOWN[name].export(folder / f"{name}.pt2")
         for found, expected in bases.KNOWN[name].call(load(folder / f"{name}.pt2"), folder / f"{name}.pt2"):
@@ -83,11 +83,11 @@ def _in_a_process(action: Callable[[], None]) -> None:
         finally:
             os._exit(status)
     if os.waitpid(pid, 0)[1]:
-        raise RuntimeError("the sound packages could not be made")
+        raise RuntimeError("the valid packages could not be made")
 
 
 def one(seed: int, number: int, folder: Path, names: tuple[str, ...]) -> tuple[spoiling.Spoilt, str, str]:
-    """A mutation in this process."""
+    """Run a mutation in this process."""
     made = spoiling.spoilt(seed, number, folder, names)
     with tempfile.TemporaryDirectory(prefix="aot-backward-fuzz-") as work:
         return made, *judging.judge(made, folder, Path(work))
@@ -99,9 +99,9 @@ class _Worker:
     pipe: int
     numbers: Sequence[int]
     text: bytes
-    running: int  # the mutation that was begun last; -1: none yet
+    running: int  # the mutation that runs; -1 between mutations
     since: float
-    alone: bool  # whether it was begun because an earlier worker ended in it
+    alone: bool  # whether it repeats the one mutation that ended an earlier worker
 
 
 def run(
@@ -115,18 +115,18 @@ def run(
     deadline: float,
     limit: float,
 ) -> None:
-    """Runs mutations ``numbers``; none is begun after ``deadline``. ``limit``: seconds after which one hangs."""
+    """Run mutations ``numbers``. Start none after ``deadline``. A mutation hangs if it takes more than ``limit`` seconds."""
     torch.set_num_threads(1)
-    for name in names:  # what is read, imported and opened here is so in all that are forked
+    for name in names:  # forked workers inherit the files, modules and libraries opened here
         path = folder / f"{name}.pt2"
         spoiling.parts(path)
         spoiling.whole(path)
         bases.KNOWN[name].call(load(path), path)
     gc.collect()
-    gc.freeze()  # what is there now is not looked through, and so not copied, in each that is forked
+    gc.freeze()  # the collector then skips these objects in workers, so their pages are not copied
     waiting = deque(numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH))
     workers: dict[int, _Worker] = {}
-    again: deque[int] = deque()  # ended or stopped a worker: run once more, alone
+    again: deque[int] = deque()  # mutations that ended or stopped a worker: run again, alone
     with selectors.DefaultSelector() as selector, tempfile.TemporaryDirectory(prefix="aot-backward-fuzz-") as work:
         while workers or again or (waiting and time.monotonic() < deadline):
             while len(workers) < jobs and (again or (waiting and time.monotonic() < deadline)):
@@ -194,7 +194,7 @@ def _record(number: int, made: spoiling.Spoilt, verdict: str, reason: str) -> di
 
 
 def _fork(seed: int, numbers: Sequence[int], folder: Path, temporary: Path, names: tuple[str, ...], alone: bool, deadline: float) -> _Worker:
-    """``temporary``: what a worker that is killed leaves there, the caller removes."""
+    """Start a worker. The caller removes ``temporary``, with the files of killed workers."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:

@@ -1,4 +1,4 @@
-"""The table: what was spoilt, and what came of it."""
+"""Write the verdicts by kind of mutation and by package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 def read(path: Path) -> list[Record]:
-    """The verdicts in a file, the last of each number."""
+    """Return the verdicts in a file, the last one per mutation."""
     return list({r["number"]: r for r in records(path)}.values())
 
 
@@ -29,7 +29,7 @@ def counts(records: Sequence[Record], field: str) -> dict[str, Counter[str]]:
 
 
 def table(records: Sequence[Record], field: str = "kind") -> str:
-    """The counts, as a Markdown table."""
+    """Return the counts as a Markdown table."""
     lines = [f"| {field} | mutations | {' | '.join(VERDICTS)} |", f"|---|{'---:|' * (len(VERDICTS) + 1)}"]
     rows = [*counts(records, field).items(), ("all", Counter(r["verdict"] for r in records))]
     lines += [f"| {name} | {found.total()} | {' | '.join(str(found[v]) for v in VERDICTS)} |" for name, found in rows]
@@ -37,7 +37,7 @@ def table(records: Sequence[Record], field: str = "kind") -> str:
 
 
 def write(stem: Path, seed: int, count: int, records: Sequence[Record]) -> None:
-    """``STEM.md`` and ``STEM.json``."""
+    """Write ``STEM.md`` and ``STEM.json``."""
     import torch
 
     faults = [r for r in records if r["verdict"] in FAULTS]
@@ -63,26 +63,26 @@ def write(stem: Path, seed: int, count: int, records: Sequence[Record]) -> None:
     )  # fmt: skip
 
 
-_PAGE = """# Spoilt packages
+_PAGE = """# Mutated packages
 
 `python -m tests.tools.fuzz --seed {seed} --count {count} --docs docs/fuzzing` on torch {torch}, Python {python}: {mutations} mutations so far
-of small sound packages (`net`: a module and a gradient function; `order`: a module with second derivatives; `step`: a training step; `passes`:
-recorded passes; `targets`: two targets, signed), of a training state and of a signature. Each is looked at by `inspect` (as text and as JSON;
-where portable graphs are spoilt, as a page too), loaded, and every entry is called with its gradients, a module's twice. Mutation N follows
-from the seed and from N: `python -m tests.tools.fuzz --seed {seed} --only N`.
+of small valid packages (`net`: a module and a gradient function; `order`: a module with second derivatives; `step`: a training step; `passes`:
+recorded passes; `targets`: two targets, signed), of a training state and of a signature. Each package is inspected (as text and as JSON; mutated
+portable graphs also as a page) and loaded. Every entry is called with its gradients, a module's twice. Mutation N depends only on the seed and on N:
+`python -m tests.tools.fuzz --seed {seed} --only N`.
 
-An edit of members or of a header is followed by new digests and sizes, so that it reaches what is checked behind them.
+After an edit of members or of a header, digests and sizes are updated, so that the edit reaches the checks behind them.
 
 | verdict | meaning |
 |---|---|
-| refused | an error of the project's own types; a training step that refuses a state file is as it was |
-| right | what was called gives eager's numbers, for the weights and numbers (learning rates and the like) that the loaded entry shows |
+| refused | an error of the project's types; a training step that refuses a state file does not change |
+| right | the calls give eager's numbers, for the weights and numbers (such as learning rates) that the loaded entry shows |
 | untyped error | a fault: an error of another type |
-| wrong | a fault: other numbers than eager's, or a None in their place |
+| wrong | a fault: numbers differ from eager's, or are None |
 | control characters | a fault: they reach the terminal |
-| signal, hang | faults: the process ended, or did not |
+| signal, hang | faults: the process crashed, or did not end |
 
-## By what is spoilt
+## By kind of mutation
 
 {kinds}
 
@@ -96,11 +96,11 @@ Errors: {named}.
 
 {words}
 
-## What this does not show
+## Not covered
 
-- Machine code with a new digest: whoever writes the code of a package has it run. Of libraries only what tells the kind of the file, its length and
-  where its tables lie is spoilt with a new digest, anything else without.
-- What a package says for people, or as its author's choice (names of keys in results, notes, the name of the optimizer and its fixed options), may be
-  another statement than before; it is compared with nothing.
-- More than the first calls: other sizes, schedules, several processes.
+- Machine code with a new digest: loading a package runs its author's code. Only edits of a library's file type, length and table offsets get a new
+  digest. Other edits of a library do not.
+- Descriptive content and the author's choices: names of keys in results, notes, the name of the optimizer and its fixed options. A mutation may
+  change them; nothing checks them.
+- Later calls: other sizes, schedules, several processes.
 """

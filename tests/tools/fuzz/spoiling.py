@@ -1,8 +1,8 @@
-"""What is done to a file. Every mutation follows from the seed and its number alone.
+"""The mutations. Each one depends only on the seed and its number.
 
-Digests and sizes of members are written anew after an edit, so that the checks behind them are reached; the checks of digests themselves are reached
-by edits of bytes. A manifest is edited as bytes alone: its SHA-256 makes it what its writer wrote. Code is left as it is, but for what tells an ELF
-file's kind: whoever can write machine code with its digest can do anything, and no reader can promise otherwise (``docs/format.md``, section 8).
+After an edit of a member, its digest and size are updated, so that the edit reaches the checks behind them. Edits of bytes reach the checks of the
+digests. A manifest is edited only as bytes, because its SHA-256 protects its content. Machine code stays unchanged, except for the headers of an ELF
+file: a package with new machine code and its digest can do anything, and a reader cannot prevent it (``docs/format.md``, section 8).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TEXTS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Parts:
-    """A package taken apart."""
+    """The members and the manifest of a package."""
 
     members: dict[str, bytes]
     manifest: Any
@@ -55,7 +55,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What a mutation made. ``kind``: of the table; ``what``: in words. ``beside``: a signature. ``state``: a state file for the package ``data``."""
+    """A mutated file. ``kind``: its row in the table. ``what``: a description. ``beside``: a signature. ``state``: a state file for ``data``."""
 
     base: str
     kind: str
@@ -80,7 +80,7 @@ def whole(path: Path) -> bytes:
 
 
 def spoilt(seed: int, number: int, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """Mutation ``number``, of one of the packages ``names`` in ``folder``."""
+    """Return mutation ``number``, of one of the packages ``names`` in ``folder``."""
     chance = random.Random(f"{seed} {number}")
     kinds = [(kind, weight) for kind, weight in KINDS if (_NEEDS.get(kind) or names[0]) in names]
     kind = chance.choices([k for k, _ in kinds], [w for _, w in kinds])[0]
@@ -88,14 +88,14 @@ def spoilt(seed: int, number: int, folder: Path, names: tuple[str, ...]) -> Spoi
 
 
 def _copied(value: Any) -> Any:
-    """Of what JSON holds, ten times as fast as :func:`copy.deepcopy`."""
+    """Copy a JSON value, ten times as fast as :func:`copy.deepcopy`."""
     return marshal.loads(marshal.dumps(value))
 
 
-# putting together
+# packages
 
 
-@lru_cache(256)  # of what is spoilt there is no end
+@lru_cache(256)  # bounded: the number of mutated members is not
 def _crc(data: bytes) -> int:
     return zlib.crc32(data)
 
@@ -106,7 +106,7 @@ def _sha256(data: bytes) -> str:
 
 
 def put_together(members: dict[str, bytes], manifest: bytes) -> bytes:
-    """The archive, as its writer lays it out."""
+    """Return the archive in the layout of the package writer."""
     out, directory = bytearray(), bytearray()
     for name, data in [*members.items(), (MANIFEST, manifest)]:
         text = name.encode("utf-8", "surrogatepass")
@@ -130,16 +130,16 @@ def listed(members: dict[str, bytes]) -> dict[str, Any]:
 
 
 def to_bytes(manifest: Any) -> bytes:
-    """As JSON; of a package's manifest, with the SHA-256 that its format demands."""
+    """Return the value as JSON. A package's manifest gets the SHA-256 that its format requires."""
     try:
         data = json.dumps(manifest, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate stands in JSON as an escape
+    except UnicodeEncodeError:  # JSON has a lone surrogate as an escape
         data = json.dumps(manifest, separators=(",", ":")).encode()
     return sealed(data) if isinstance(manifest, dict) and manifest.get("format_version", [1, 0])[1] >= 15 else data
 
 
 Place = tuple[Any, Any, str]
-"""A container, the key of a value in it, and the path in words."""
+"""A container, the key of a value in it, and the path as text."""
 
 
 def places(value: Any, path: str = "") -> Iterator[Place]:
@@ -187,7 +187,7 @@ def _bytes(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
 
 
 def _members(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """Members left out, added, renamed or exchanged; the list of them is written anew."""
+    """Remove, add, rename or exchange members. Most of the time, update the list of members."""
     base = chance.choice(names)
     taken = parts(folder / f"{base}.pt2")
     members, manifest = dict(taken.members), _copied(taken.manifest)
@@ -205,7 +205,7 @@ def _members(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spo
         members[chance.choice((f"{name}x", name.upper(), f"{PREFIX}{chance.choice(TEXTS)}"))] = members.pop(name)
     elif how == "exchange":
         other = chance.choice(list(members))
-        if not (name.endswith(".so") and other.endswith(".so")):  # the code of another graph is a package of another program
+        if not (name.endswith(".so") and other.endswith(".so")):  # exchanged libraries make a valid package of another program
             members[name], members[other] = members[other], members[name]
     elif how == "empty":
         members[name] = b""
@@ -223,7 +223,7 @@ def _members(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spo
 
 
 def _elf(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """What tells the kind of an ELF file, its end, and any byte of it without a new digest."""
+    """Change the identification, the end or the tables of an ELF file; or any byte, without a new digest."""
     base = chance.choice(names)
     taken = parts(folder / f"{base}.pt2")
     members, manifest = dict(taken.members), _copied(taken.manifest)
@@ -239,7 +239,7 @@ def _elf(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
     elif how == "any byte":
         at = chance.randrange(len(data))
         data[at] ^= 1 << chance.randrange(8)
-    else:  # where the tables of headers lie, how large and how many: out of the file
+    else:  # move a table of headers out of the file
         at = chance.choice((32, 40))
         data[at : at + 8] = struct.pack("<Q", chance.choice((len(data), 1 << 40, (1 << 64) - 1, (1 << 63) - 1)))
     members[name] = bytes(data)
@@ -252,7 +252,7 @@ def _elf(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
 
 
 def _tensors(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """The header or the data of a safetensors member. Of weights the digests are written anew: other numbers are another training's."""
+    """Change the header or the data of a safetensors member. Update the digests of weights: a package with other numbers is valid."""
     base = chance.choice([n for n in names if WEIGHTS in parts(folder / f"{n}.pt2").members])
     taken = parts(folder / f"{base}.pt2")
     members, manifest = dict(taken.members), _copied(taken.manifest)
@@ -267,7 +267,7 @@ def _tensors(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spo
 
 
 def digests(data: bytes) -> dict[str, str]:
-    """Of each tensor of a safetensors file, as far as it is one."""
+    """Return the digest of each tensor of a safetensors file; nothing if the file is invalid."""
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
@@ -278,7 +278,7 @@ def digests(data: bytes) -> dict[str, str]:
 
 
 def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], None] = lambda header: None) -> tuple[bytes, str]:
-    """A spoilt safetensors file, and how. ``repaired``: what is done to its header afterwards."""
+    """Return a mutated safetensors file, and a description. Call ``repaired`` with its header afterwards."""
     (length,) = struct.unpack("<Q", data[:8])
     header, rest = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
     how = chance.choice(("header", "header", "header", "length", "data", "cut", "text"))
@@ -315,11 +315,11 @@ def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], No
     return struct.pack("<Q", length) + text + bytes(rest), how
 
 
-# what is beside a package
+# state files, signatures and portable graphs
 
 
 def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """A training state, with its digest written anew most of the time."""
+    """Mutate a training state. Most of the time, update its digest."""
     from aot_backward_runtime.format.safetensors_header import METADATA
 
     base = "step"
@@ -354,7 +354,7 @@ def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
 
 
 def _swap(chance: random.Random, holder: Any, key: Any) -> None:
-    """Exchanges a value with a sibling."""
+    """Exchange a value with a sibling."""
     other = chance.choice(list(holder) if isinstance(holder, dict) else list(range(len(holder))))
     holder[key], holder[other] = holder[other], holder[key]
 
@@ -370,7 +370,7 @@ def _redigested(data: bytes) -> bytes:
 
 
 def _signature(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """A signature, or a signed package."""
+    """Mutate a signature, or a signed package."""
     signature = whole(folder / "targets.pt2.sig")
     if chance.random() < 0.3:
         made = _SPOIL[chance.choice(("manifest", "bytes", "tensors"))](chance, folder, ("targets",))
@@ -394,7 +394,7 @@ def _signature(chance: random.Random, folder: Path, names: tuple[str, ...]) -> S
 
 
 def _graphs(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """A portable graph, which the report of a package draws."""
+    """Mutate a portable graph, which the report of a package draws."""
     base = chance.choice([n for n in names if any(m.startswith(GRAPHS) for m in parts(folder / f"{n}.pt2").members)])
     taken = parts(folder / f"{base}.pt2")
     members, manifest = dict(taken.members), _copied(taken.manifest)
@@ -415,7 +415,7 @@ def _graphs(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoi
 
 KINDS = (("bytes", 16), ("members", 5), ("elf", 4), ("tensors", 8), ("state", 7), ("signature", 4), ("graphs", 4))
 _NEEDS = {"state": "step", "signature": "targets", "graphs": "net"}
-"""Packages without which there is nothing of a kind."""
+"""The package that a kind needs."""
 _SPOIL: dict[str, Callable[[random.Random, Path, tuple[str, ...]], Spoilt]] = {
     "bytes": _bytes, "members": _members, "elf": _elf, "tensors": _tensors, "state": _state, "signature": _signature,
     "graphs": _graphs,

@@ -1,1 +1,1 @@
-"""What only a GPU can show: ``make gpu``. Everything that needs none also runs on the CPU (``--device cpu``)."""
+"""Checks and timings on a GPU: ``make gpu``. Parts that do not need a GPU also run on the CPU (``--device cpu``)."""

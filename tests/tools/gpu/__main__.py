@@ -1,7 +1,7 @@
-"""``python -m tests.tools.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: runs the parts and prints one table last.
+"""``python -m tests.tools.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: run the parts and print one table.
 
-Each part is a process of its own, so that a fault in one, which ends a process's use of the GPU, is a row and not the end. Those that measure
-nothing run side by side, as far as there are cores. What has come is written after each part.
+Each part is a separate process: a fault in a kernel ends a process's use of the GPU, and becomes one row. Parts without timings run in parallel, with
+half as many processes as cores. The results are written after each part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .compared import MEASURED, NOT_RUN, RIGHT
 from .parts import ALONE, PARTS
 
 LIMIT = 290
-"""Seconds for a part."""
+"""Seconds per part."""
 COLUMNS = ("part", "what", "outcome", "figure")
 ROOT = Path(__file__).parents[3]
 
 
 def _one(part: str, device: str, quick: bool) -> None:
-    """In a process of its own: a row of JSON per line, as they come."""
+    """Run a part and print each row as a line of JSON. Runs in a separate process."""
     try:
         for row in PARTS[part](device, quick):
             print(json.dumps([part, *row]), flush=True)
@@ -62,18 +62,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.gpu")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, by default all: {','.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help="the smallest of each")
-    parser.add_argument("--docs", type=Path, metavar="STEM", help="also writes STEM.md and STEM.json")
+    parser.add_argument("--quick", action="store_true", help="only the smallest case of each part")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"torch {torch.__version__} sees no GPU here; --device cpu runs what needs none")
+        parser.error(f"torch {torch.__version__} sees no GPU. Use --device cpu for the parts that do not need one.")
     if options.part:
         _one(options.part, options.device, options.quick)
         return
     asked = options.only.split(",")
     if strangers := [part for part in asked if part not in PARTS]:
-        parser.error(f"there is no part {strangers[0]!r}; there are: {', '.join(PARTS)}")
+        parser.error(f"unknown part {strangers[0]!r}; known: {', '.join(PARTS)}")
     named = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     title = f"{named}\n{report.header(report.machine([torch.get_num_threads()]))}"
     found: dict[str, list[list[str]]] = {}

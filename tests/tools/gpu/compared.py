@@ -1,4 +1,4 @@
-"""How the parts compare with eager, in the same process and on the same numbers."""
+"""Compare with eager, in the same process and on the same numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import nn
 from aot_backward.checks.verify import verify_package
 
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm; of 16 bits it is eager's own distance from float64 that counts."""
+"""Tolerance of ‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm. For 16 bits, eager's distance from float64 decides."""
 RIGHT, MEASURED, NOT_RUN = "right", "measured", "not run"
-"""Outcomes that are no failures: compared and equal; a figure, of what was compared before; nothing was compared, and why."""
+"""Outcomes that are not failures: compared and equal; a timing of compared code; not compared, with the reason."""
 Row = tuple[str, str, str]
 Tensors = dict[str, torch.Tensor]
 
 
 def run(module: Callable[..., Any], parameters: Mapping[str, torch.Tensor], x: torch.Tensor, seed: int = 3) -> Tensors:
-    """Output and gradients, with random numbers from ``seed``. ``x`` is given as it lies."""
+    """Return output and gradients, with random numbers from ``seed``. The strides of ``x`` stay."""
     x = x.detach().requires_grad_(x.is_floating_point())
     for p in parameters.values():
         p.grad = None
@@ -34,19 +34,19 @@ def run(module: Callable[..., Any], parameters: Mapping[str, torch.Tensor], x: t
 
 
 def beside(loaded: nn.Module, module: nn.Module, inputs: Sequence[torch.Tensor], relative: float | None = None) -> tuple[str, str]:
-    """Outcome and figure: the worst tensor over all ``inputs``, of the loaded module against eager; ``relative`` replaces the tolerance."""
+    """Compare a loaded module with eager at all ``inputs``. Return the outcome and the worst tensor. ``relative`` replaces the tolerance."""
     loaded.load_state_dict(module.state_dict())
     found: dict[str, float] = {}
     for x in inputs:
         ours, eagers = (run(m, dict(m.named_parameters()), x) for m in (loaded, module))
         if ours.keys() != eagers.keys():
-            return f"{sorted(ours.keys() ^ eagers.keys())[0]} is there on one side alone", ""
+            return f"only one of eager and ours has {sorted(ours.keys() ^ eagers.keys())[0]}", ""
         low = any(t.dtype in (torch.float16, torch.bfloat16) for t in eagers.values()) or torch.is_autocast_enabled(x.device.type)
         truth = in_float64(module, x) if low and relative is None else None
         for name, ratio in ratios(ours, eagers, truth, relative).items():
             found[name] = max(found.get(name, 0.0), ratio)
     worst = max(found, key=lambda n: found[n])
-    return ("right" if found[worst] <= 1 else f"{worst} is off"), f"{found[worst]:.2g} of what is allowed ({worst})"
+    return ("right" if found[worst] <= 1 else f"{worst} is off"), f"{found[worst]:.2g} of the tolerance ({worst})"
 
 
 def ratios(ours: Tensors, eagers: Tensors, truth: Tensors | None, relative: float | None) -> dict[str, float]:
@@ -67,7 +67,7 @@ def ratios(ours: Tensors, eagers: Tensors, truth: Tensors | None, relative: floa
 
 
 def in_float64(module: nn.Module, x: torch.Tensor) -> Tensors:
-    """The same program in float64: what a 16-bit result is an approximation of."""
+    """Run the same program in float64, the reference for 16-bit results."""
     kept = [(t, t.data) for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()]
     try:
         for t, data in kept:
@@ -80,12 +80,12 @@ def in_float64(module: nn.Module, x: torch.Tensor) -> Tensors:
 
 
 def verified(path: Path) -> tuple[str, str]:
-    """A package against the numbers that it stores."""
+    """Compare a package with the numbers that it stores."""
     report = verify_package(path)
     if report.not_run:
         return NOT_RUN, f"numbers not compared: {report.not_run}"
     wrong = [w for v in report.variants for w in v.wrong]
-    return (wrong[0] if wrong else "right"), f"{max((v.ratio for v in report.variants), default=0.0):.2g} of what is allowed"
+    return (wrong[0] if wrong else "right"), f"{max((v.ratio for v in report.variants), default=0.0):.2g} of the tolerance"
 
 
 def settle(device: str) -> None:
@@ -94,7 +94,7 @@ def settle(device: str) -> None:
 
 
 def interleaved(ways: Mapping[str, Callable[[], Any]], device: str, rounds: int, batch: int = 1) -> dict[str, float]:
-    """Median seconds of a call of each, ``batch`` calls queued one behind another; five rounds are thrown away."""
+    """Return the median seconds of a call of each way, with ``batch`` calls queued. Discard five rounds."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for n in range(rounds + 5):
         for name, call in ways.items():

@@ -1,4 +1,4 @@
-"""Exported on this machine, for it, and compared with eager: models, precisions, layouts, training steps."""
+"""Export on this machine and compare with eager: models, precisions, layouts, training steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .compared import NOT_RUN, Row, beside
 
 
 class Attention(nn.Module):
-    """Scaled dot-product attention with dropout, by the kernel that eager chooses."""
+    """Scaled dot-product attention with dropout, by the given backend."""
 
     def __init__(self, backend: SDPBackend, dropout: float, causal: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module, its example, the inputs that it is compared at, and the state around the export and every call."""
+    """A module, its example, the inputs to compare at, and a context for the export and every call."""
 
     module: nn.Module
     example: torch.Tensor
@@ -59,7 +59,7 @@ def _case(name: str, device: str) -> Case:
         module, x = programs.module(name)
         module, x = module.to(device), x.detach().to(device)
         return Case(module, x, [_rows(x, n) for n in (7, 2)], relative=2e-3 if name == "convolutions" and device == "cuda" else None)
-    if name == "channels last":  # cuDNN rounds to TF32 by default, in eager as here
+    if name == "channels last":  # cuDNN rounds to TF32 by default, also in eager
         module, x = programs.module("convolutions")
         module, x = module.to(device, memory_format=torch.channels_last), x.detach().to(device, memory_format=torch.channels_last)
         return Case(module, x, [_rows(x, n).contiguous(memory_format=torch.channels_last) for n in (7, 2)], relative=2e-3)
@@ -70,7 +70,7 @@ def _case(name: str, device: str) -> Case:
     if name.startswith("flash"):
         module = Attention(SDPBackend.FLASH_ATTENTION, 0.1 if "dropout" in name else 0.0, True).to(device, torch.bfloat16)
         x = torch.randn(3, 10, 64, device=device, dtype=torch.bfloat16)
-        return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=3e-2)  # its kernels have no float64 to compare with
+        return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=3e-2)  # its kernels do not support float64 as a reference
     if name.startswith("efficient"):
         module = Attention(SDPBackend.EFFICIENT_ATTENTION, 0.1 if "dropout" in name else 0.0, False).to(device)
         x = torch.randn(3, 10, 64, device=device)
@@ -82,7 +82,7 @@ def _case(name: str, device: str) -> Case:
     if name == "TF32":
         return Case(module, x, inputs, _tf32, relative=2e-3)
     dtype = torch.float16 if "fp16" in name else torch.bfloat16
-    relative = 3e-2 if dropout else None  # in float64 a GPU draws other masks
+    relative = 3e-2 if dropout else None  # in float64 a GPU draws different masks
     if "weights" in name:
         return Case(module.to(dtype), x.to(dtype), [t.to(dtype) for t in inputs], relative=relative)
     return Case(module, x, inputs, lambda: torch.autocast(device, dtype=dtype), relative)
@@ -99,19 +99,19 @@ def _tf32() -> Iterator[None]:
 
 
 def native(device: str, quick: bool) -> Iterator[Row]:
-    """Forward and every gradient, at sizes that no example had; with dropout the masks are eager's."""
+    """Compare forward and every gradient at new sizes. With dropout, the masks must be eager's."""
     every = ("mlp", "misaligned", "convolutions", "channels last", "attention", "TF32")
     yield from _cases(every[:2] if device == "cpu" or quick else every, device)
 
 
 def precision(device: str, quick: bool) -> Iterator[Row]:
-    """16 bits, as weights and by autocast."""
+    """Compare 16-bit weights and autocast."""
     every = ("bf16 autocast", "fp16 autocast", "bf16 weights", "fp16 weights", "bf16 autocast, dropout", "fp16 weights, dropout")
     yield from _cases(every[:1] if device == "cpu" or quick else every, device)
 
 
 def attention(device: str, quick: bool) -> Iterator[Row]:
-    """The kernels of scaled dot-product attention, with eager's masks from the same seed."""
+    """Compare the kernels of scaled dot-product attention. The masks must be eager's, from the same seed."""
     if device == "cpu":
         yield "flash, memory-efficient", NOT_RUN, "not without a GPU"
         return
@@ -137,7 +137,7 @@ def _case_beside(name: str, device: str) -> tuple[str, str]:
 
 
 def step(device: str, quick: bool) -> Iterator[Row]:
-    """Three steps of AdamW beside eager's."""
+    """Compare three steps of AdamW with eager."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -162,7 +162,7 @@ def step(device: str, quick: bool) -> Iterator[Row]:
 
 
 def recorded(device: str, quick: bool) -> Iterator[Row]:
-    """Backward passes of a script, recorded on this device and replayed from the package, at a size that was not recorded."""
+    """Record backward passes of a script on this device, and replay them at new sizes."""
     from aot_backward_runtime import replay
 
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def recorded(device: str, quick: bool) -> Iterator[Row]:
 
 
 def _scaled(device: str) -> tuple[str, str]:
-    """A loaded module in the loop that fp16 needs: scaled loss, unscaled gradients, a skipped update."""
+    """Train a loaded module in the fp16 loop: scaled loss, unscaled gradients, skipped updates."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).to(device)
     x = torch.randn(8, 16, device=device)
@@ -210,7 +210,7 @@ def _scaled(device: str) -> tuple[str, str]:
         found.append((scaler.get_scale(), {n: p.detach() for n, p in module.named_parameters()}))
     (scale, eagers), (ours_scale, ours) = found
     worst = max(_error(ours[n], e) for n, e in eagers.items())
-    # fused code rounds to 16 bits less often than eager, so that a gradient at the very limit may overflow in one of the two alone
+    # fused code rounds to 16 bits less often than eager, so a gradient near the limit may overflow in only one of them
     right = 0.5 <= scale / ours_scale <= 2 and scale < 2.0**24 and worst <= (2e-3 if scale == ours_scale else 0.1)
     return "right" if right else "off", f"{worst:.1e} relative after 12 steps, scale {ours_scale:g} and eager's {scale:g}"
 

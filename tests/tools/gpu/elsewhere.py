@@ -1,4 +1,4 @@
-"""Compiled where there was no GPU, and run on this one."""
+"""Run packages that were compiled on a machine or in a process without a GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.tools.cross import programs
 from .compared import MEASURED, NOT_RUN, Row, beside, interleaved, verified
 
 MODULES = {"mlp": None, "convolutions": 2e-3, "attention": None, "flash": 3e-2, "efficient": 1e-3}
-"""What is also compared with what is compiled natively, and the tolerance where it is not float32's: cuDNN rounds to TF32, and attention's kernels
-have no float64 to compare with."""
+"""Programs to compare also at other sizes and with native compilation, and the tolerance if it is not that of float32: cuDNN rounds to TF32, and the
+kernels of attention do not support float64 as a reference."""
 CARRIED = Path(__file__).parent / "carried"
 ROOT = Path(__file__).parents[3]
 
 
 def carried(device: str, quick: bool) -> Iterator[Row]:
-    """Packages that were compiled elsewhere, and are part of the project."""
+    """Verify the packages in this repository that another machine compiled."""
     for path in sorted(CARRIED.glob("*.pt2")):
         try:
             yield f"{path.stem}, compiled elsewhere", *verified(path)
@@ -41,7 +41,7 @@ _WRITE = (
 
 
 def cross(device: str, quick: bool) -> Iterator[Row]:
-    """Compiled on this machine by a process that sees no GPU; run by this one, beside eager and beside what is compiled natively."""
+    """Compile in a process that sees no GPU; run here; compare with eager and with native compilation."""
     if device == "cpu":
         yield "cross-compiled", NOT_RUN, "not without a build for CUDA"
         return
@@ -50,7 +50,7 @@ def cross(device: str, quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         blind = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
         started = {}
-        for name in names:  # all at once: it is the host's work
+        for name in names:  # all at once: compilation needs only the host
             argv = [sys.executable, "-c", _WRITE, str(Path(folder) / f"{name}.pt2"), name, f"cuda:{arch}"]
             started[name] = subprocess.Popen(argv, cwd=ROOT, env=blind, stderr=subprocess.PIPE, text=True)
         for name, process in started.items():

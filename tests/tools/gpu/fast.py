@@ -1,4 +1,4 @@
-"""How fast: training steps from ten launches to large matrices, memory, and the time to a first gradient."""
+"""Speed: training steps from small to large matrices, memory, and the time to the first gradient."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.tools.cross import programs
 from .compared import MEASURED, NOT_RUN, Row, interleaved, settle
 
 SIZES = {"tiny": (32, 16), "small": (256, 64), "medium": (1024, 512), "large": (4096, 4096)}
-"""Width and rows of an MLP of four layers. The first two are bound by launches, the last by matrix products."""
+"""Width and rows of an MLP of four layers. Launches dominate the first two, matrix products the last."""
 FIRST = 4
-"""Losses of each way that are compared."""
+"""Number of losses to compare per way."""
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 
@@ -42,7 +42,7 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def speed(size: str, device: str, quick: bool) -> Iterator[Row]:
-    """A training step with AdamW: one call, with and without CUDA graphs, beside eager's and torch.compile's."""
+    """Time a training step with AdamW: one call, with and without CUDA graphs, against eager and torch.compile."""
     if size != "tiny" and (device == "cpu" or quick):
         yield f"{size} steps", NOT_RUN, "not without a GPU"
         return
@@ -65,7 +65,7 @@ def speed(size: str, device: str, quick: bool) -> Iterator[Row]:
 
 
 def _compared(what: str, losses: dict[str, list[float]]) -> Iterator[Row]:
-    """Each way's first losses, before any of them is timed: after the first they hang on every gradient."""
+    """Compare each way's first losses before the timing. All losses after the first depend on every gradient."""
     for way, own in losses.items():
         worst = max(abs(a - e) / abs(e) for a, e in zip(own, losses["eager"], strict=True))
         yield f"{what}, {way}: first losses", "right" if worst <= 1e-3 else "off", f"{worst:.1e} relative to eager's"
@@ -75,7 +75,7 @@ _Ways = tuple[dict[str, Callable[[], Any]], list[Package], dict[str, list[float]
 
 
 def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Path, quick: bool) -> _Ways:
-    """What is timed, the packages with CUDA graphs, and the first losses of each way."""
+    """Return the calls to time, the packages with CUDA graphs, and the first losses of each way."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
@@ -95,7 +95,7 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
         replays = _replays(graphed)
         (ways["the graph's replay alone"],) = replays
         ways["ours, CUDA graph"] = lambda: graphed(x, y)
-        if width >= 1024:  # matrix products by Triton's kernels where those are faster
+        if width >= 1024:  # use Triton's kernels for matrix products if they are faster
             with torch_api.inductor_config.patch(max_autotune=True):
                 path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "t.pt2", target=device)
             packages.append(load(path, cudagraphs=True))
@@ -123,12 +123,12 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
 
 
 def _replays(step: Any) -> list[Callable[[], None]]:
-    """What replays the graphs of a step that has been captured."""
+    """Return the functions that replay the graphs of a captured step."""
     return [g._replay for library in step._entry.libraries.values() for at in library._at.values() for g in at.graphs]
 
 
 def _peak(call: Callable[[], Any], device: str) -> int:
-    """Bytes that a call needs beyond what was there."""
+    """Return the bytes that a call needs in addition to the allocated memory."""
     if device != "cuda":
         return 0
     settle(device)
@@ -164,7 +164,7 @@ print(time.perf_counter() - started)
 
 
 def start(device: str, quick: bool) -> Iterator[Row]:
-    """Seconds from the start of Python to the first gradient, each in a fresh process, in turns."""
+    """Time the start of Python to the first gradient, in fresh processes, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         module, x = programs.module("mlp")
         path = ab.export_module(module.to(device), (x.detach().to(device),), path=Path(folder) / "m.pt2", target=device)

@@ -1,4 +1,4 @@
-"""The parts of ``python -m tests.tools.gpu``: each gives rows (what, outcome, figure); which outcomes are no failures says ``compared``."""
+"""The parts of ``python -m tests.tools.gpu``. Each yields rows: name, outcome, figure. :mod:`.compared` lists the outcomes that are not failures."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     f.__name__: f for f in (native, precision, attention, step, recorded, runtime, graphs, recapture, carried, cross)
 } | {**_SPEED, "start": start}
 ALONE = (*_SPEED, "start")
-"""Parts that measure, and so run with nothing beside them."""
+"""Parts with timings. They run alone."""

@@ -46,13 +46,13 @@ def _placed(path: Path, x: torch.Tensor) -> Iterator[Row]:
     module = load(path).module()
     try:
         module(x.to("cpu" if x.is_cuda else "meta"))
-        yield "an input elsewhere", "it was taken", ""
+        yield "an input elsewhere", "no error", ""
     except InputError as error:
         yield "an input elsewhere", "right", str(error)
     module.to("cpu" if x.is_cuda else "meta")
     try:
         module(x)
-        yield "weights elsewhere", "they were taken", ""
+        yield "weights elsewhere", "no error", ""
     except WeightsError as error:
         yield "weights elsewhere", "right", str(error)
 
@@ -77,7 +77,7 @@ def _threads(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
 
 
 def _streams(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
-    """Two side streams in turn, with and without CUDA graphs; nobody waits in between but as eager asks for."""
+    """Use two side streams in turn, with and without CUDA graphs, with only the synchronization that eager needs."""
     worst = 0.0
     for package in (load(path), load(path, cudagraphs=True)):
         loaded = package.module()
@@ -108,17 +108,17 @@ def _flat(path: Path, x: torch.Tensor) -> tuple[str, str]:
 
     before = calls(5)
     after = calls(200)
-    return _outcome(after == before, "it grew"), f"{before} bytes before, {after} after, by PyTorch's allocator"
+    return _outcome(after == before, "memory grew"), f"{before} bytes before, {after} after, by PyTorch's allocator"
 
 
 def _second(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
     if torch.cuda.device_count() < 2:
-        return NOT_RUN, "not there"
+        return NOT_RUN, "this machine has fewer than two GPUs"
     loaded = load(path, device="cuda:1").module()
     ours = run(loaded, dict(loaded.named_parameters()), x.to("cuda:1"))
     eagers = run(module, dict(module.named_parameters()), x)
     worst = max(ratios({n: t.to("cuda:0") for n, t in ours.items()}, eagers, None, None).values())
-    return _outcome(worst <= 1), f"{worst:.2g} of what is allowed, while cuda:0 is current"
+    return _outcome(worst <= 1), f"{worst:.2g} of the tolerance, while cuda:0 is current"
 
 
 _FAULT = """
@@ -147,7 +147,7 @@ def _fault(folder: Path) -> tuple[str, str]:
 
 
 def _exhausted(folder: Path) -> tuple[str, str]:
-    """A call that needs 64 MB, where the process may have no more than it has."""
+    """Make a call that needs 64 MB in a process that may allocate no more memory."""
     module, big = nn.Linear(8, 1 << 18).cuda(), torch.randn(64, 8, device="cuda")
     loaded = load(ab.export_module(module, (big,), path=folder / "big.pt2", target="cuda")).module()
     expected = loaded(big).detach().clone()
@@ -165,7 +165,7 @@ def _exhausted(folder: Path) -> tuple[str, str]:
 
 
 def graphs(device: str, quick: bool) -> Iterator[Row]:
-    """CUDA graphs: training is eager's, and what each call came to. Without a GPU one is simulated."""
+    """Compare training with CUDA graphs with eager, and report the calls. Without a GPU, simulate one."""
     with tempfile.TemporaryDirectory() as folder:
         module, x = programs.module("convolutions")
         module, x = module.to(device), x.detach().to(device)
@@ -179,14 +179,14 @@ def graphs(device: str, quick: bool) -> Iterator[Row]:
 
 
 class Waits(nn.Module):
-    """Has a size that comes from values: the host waits for the GPU, which no capture allows."""
+    """A module with a size that depends on values: the host waits for the GPU, and a capture does not allow that."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 2).nonzero().float().sum() + x.sin().sum()
 
 
 def recapture(device: str, quick: bool) -> Iterator[Row]:
-    """What follows where a capture fails, and where parameters move: other graphs, random numbers and streams are as before."""
+    """After a failed capture, and after parameters move: graphs, random numbers and streams must still work."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         drops = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4)).to(device)
@@ -213,7 +213,7 @@ def recapture(device: str, quick: bool) -> Iterator[Row]:
         yield "parameters that moved", *beside(module, eager, [x - i for i in range(4)], 1e-4)
         report = package.cudagraphs
         assert report is not None
-        yield "what was captured", _outcome(report.captured >= 4), str(report).replace("\n", ";")
+        yield "captured graphs", _outcome(report.captured >= 4), str(report).replace("\n", ";")
 
 
 def _graphed(path: Path, device: str) -> Package:
@@ -221,7 +221,7 @@ def _graphed(path: Path, device: str) -> Package:
 
 
 def _waiting(loaded: nn.Module, module: nn.Module, inputs: list[torch.Tensor], relative: float) -> tuple[str, str]:
-    """Saved tensors that wait while other graphs are captured and replayed."""
+    """Keep saved tensors while other graphs are captured and replayed."""
     worst = 0.0
     loaded.load_state_dict(module.state_dict())
     for i in range(5):
@@ -235,7 +235,7 @@ def _waiting(loaded: nn.Module, module: nn.Module, inputs: list[torch.Tensor], r
                     loss.backward()
             found.append({n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None})
         worst = max(worst, *ratios(found[0], found[1], None, relative).values())
-    return _outcome(worst <= 1), f"{worst:.2g} of what is allowed"
+    return _outcome(worst <= 1), f"{worst:.2g} of the tolerance"
 
 
 def _trained(folder: Path, device: str) -> tuple[str, str]:

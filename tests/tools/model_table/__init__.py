@@ -1,1 +1,1 @@
-"""Models of the families that people train, exported and compared with eager, beside what PyTorch itself offers for the same."""
+"""Export common kinds of models, compare them with eager, and compare with PyTorch's own ways to do the same."""

@@ -1,6 +1,7 @@
 """``python -m tests.tools.model_table [--names mlp,gpt2] [--ways ours,…] [--resume FILE] [--docs STEM]``: the table of models.
 
-Each model in each way is a process of its own; what is done is written down as it comes, and a run that was broken off goes on where it was."""
+
+Each model and way is a separate process. Results are written at once; the same command continues an interrupted run."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ LIMIT_S = 600
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.model_table", description="Gradients of whole models, against eager, beside PyTorch's own ways."
+        prog="python -m tests.tools.model_table", description="Gradients of whole models, compared with eager, and PyTorch's own ways."
     )
     parser.add_argument("--names", default=",".join(models.NAMES), help="models, by default all")
     parser.add_argument("--ways", default=",".join(one.WAYS), help=f"by default all: {', '.join(one.WAYS)}")
     parser.add_argument(
-        "--resume", type=Path, default=ROOT / "build" / f"models-{torch.__version__}.jsonl", metavar="FILE", help="skip what FILE holds, append to it"
+        "--resume",
+        type=Path,
+        default=ROOT / "build" / f"models-{torch.__version__}.jsonl",
+        metavar="FILE",
+        help="skip rows that FILE has",
     )
-    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json, of all that FILE holds")
+    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write all rows of FILE to STEM.md and STEM.json")
     options = parser.parse_args()
     options.resume.parent.mkdir(parents=True, exist_ok=True)
     rows = _read(options.resume)
@@ -76,13 +81,15 @@ def _write(stem: Path, rows: list[dict[str, Any]]) -> None:
     lines = [
         "# Whole models",
         "",
-        f"torch {torch.__version__}, {datetime.date.today().isoformat()}: `make models`. Outputs, every gradient and buffer, against eager; ours",
-        "loaded in a fresh process without a compiler. Dynamic: the batch (nodes, edges, atoms), checked at two sizes. `torch.export joint` is",
-        "`torch.export.experimental._export_forward_backward`, run by an interpreter; `aot_compile` is that of `torch.compile(…, fullgraph=True)`,",
-        "and `torch.compiler.precompile` has `capture` and `load`: both are stored and loaded in one process, with a compiler at hand.",
-        "All are asked for the gradients of the parameters alone, for a scalar loss made of all outputs. *wrong*: with eager's seed, the loss",
-        f"or a gradient is off by more than {one.PEERS_RELATIVE:g} of its norm (ours: {one.RELATIVE:g}); other random numbers count as wrong, too.",
-        "[What a fresh process needs, and what each notices](ahead-of-time.md).",
+        f"torch {torch.__version__}, {datetime.date.today().isoformat()}: `make models`. Ours is loaded in a fresh process without a compiler;",
+        "outputs, every gradient and every buffer are compared with eager. Dynamic: the batch (nodes, edges, atoms), checked at two sizes.",
+        "",
+        "`torch.export joint` is `torch.export.experimental._export_forward_backward`, run by an interpreter. `aot_compile` is that of",
+        "`torch.compile(…, fullgraph=True)`. `torch.compiler.precompile` has `capture` and `load`. The last two are stored and loaded in one process",
+        "that has a compiler. All three compute only the gradients of the parameters, for a scalar loss of all outputs. *wrong*: with the same seed,",
+        f"the loss or a gradient is off by more than {one.PEERS_RELATIVE:g} of its norm (ours: {one.RELATIVE:g}). Different random numbers count as",
+        "wrong.",
+        "[The first gradient in a fresh process, and changes after the capture](ahead-of-time.md).",
         "",
         head,
         "|" + "---|" * (1 + len(ways) * len(SHAPES)),

@@ -1,4 +1,4 @@
-"""The models: those of :mod:`tests.support.zoo`, and the table's own. One line in ``_CASES`` is one more row."""
+"""The models: the ones of :mod:`tests.support.zoo` and more. Add a line to ``_CASES`` to add a row to the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...support.zoo import Case
 
 
 class Residual(nn.Module):
-    """Two blocks as of a ResNet."""
+    """Two blocks like in a ResNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Seq2Seq(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Variational: its sample is eager's from the same seed."""
+    """A variational autoencoder. From the same seed, its sample must be eager's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Autoencoder(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Of experts, the best two of four for each row."""
+    """A mixture of experts: the best two of four for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Mixture(nn.Module):
 
 
 class Recommender(nn.Module):
-    """DLRM: tables, dense features, and the products of all pairs."""
+    """DLRM: embedding tables, dense features, and the products of all pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Recommender(nn.Module):
 
 
 class GraphConvolutions(nn.Module):
-    """Messages summed over the edges of a graph."""
+    """Sums messages over the edges of a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class GraphConvolutions(nn.Module):
 
 
 class GraphAttention(nn.Module):
-    """Softmax over the edges that meet in a node."""
+    """Takes a softmax over the edges into each node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class GraphAttention(nn.Module):
 
 
 class Fourier(nn.Module):
-    """A layer of a Fourier neural operator: complex weights on the lowest modes."""
+    """A layer of a Fourier neural operator, with complex weights for the lowest modes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class DeepONet(nn.Module):
 
 
 class ForceField(nn.Module):
-    """Energy from distances, and the forces, which are its derivatives: what trains on them differentiates twice."""
+    """Energy from distances, and forces, which are its derivatives. Training on forces needs second derivatives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class ForceField(nn.Module):
 
 
 class Ode(nn.Module):
-    """Four steps of Runge and Kutta's method."""
+    """Four steps of the Runge-Kutta method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Ode(nn.Module):
 
 
 class Language(nn.Module):
-    """A model of ``transformers``, as a function from tokens (or pixels) to one tensor."""
+    """A model of ``transformers`` as a function from tokens or pixels to one tensor."""
 
     def __init__(self, kind: str, config: str, result: str = "logits", **settings: Any) -> None:
         super().__init__()
@@ -284,6 +284,6 @@ NAMES = tuple(_CASES)
 
 
 def make(name: str) -> Case:
-    """The case of that name, from the same seed each time."""
+    """Return the case of that name, from the same seed each time."""
     torch.manual_seed(7)
     return _CASES[name]()

@@ -1,8 +1,9 @@
-"""``python -m tests.tools.model_table.one NAME WAY static|dynamic``: one model in one way, in a process of its own. The last line is the
-verdict, JSON.
+"""``python -m tests.tools.model_table.one NAME WAY static|dynamic``: one model in one way, in a separate process.
 
-``WAY``: "ours", or a peer of :data:`PEERS`. ``python -m tests.tools.model_table.one NAME loaded PACKAGE SIZES`` compares a package that another
-process has written with eager, where there is no compiler.
+The last line of output is the verdict as JSON.
+
+``WAY``: "ours", or a peer of :data:`PEERS`. ``python -m tests.tools.model_table.one NAME loaded PACKAGE SIZES`` compares an existing package with
+eager. It needs no compiler.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from ..ahead_of_time.ways import WAYS as WRITTEN
 from . import models
 
 RELATIVE = 1e-4
-PEERS_RELATIVE = 1e-3  # a single loss of small gradients: float32 alone is good for 2e-4 of them
+PEERS_RELATIVE = 1e-3  # a scalar loss has small gradients, and float32 rounding alone can change them by 2e-4
 JOINT = "torch.export joint"
 PEERS = (JOINT, *(way for way in WRITTEN if way not in ("eager", "ours")))
 
 
 class Refused(Exception):
-    """What says that it cannot; its text is the reason."""
+    """The way refuses the model. The text is the reason."""
 
 
 class Wrong(Exception):
-    """What gives other numbers than eager."""
+    """The numbers differ from eager's."""
 
 
 def ours(name: str, case: Case, dynamic: bool) -> None:
@@ -60,7 +61,7 @@ def ours(name: str, case: Case, dynamic: bool) -> None:
 
 
 def loaded(name: str, path: str, sizes: Sequence[int]) -> None:
-    """In a fresh process: outputs, every gradient and buffer."""
+    """Compare outputs, every gradient and every buffer with eager. Runs in a fresh process."""
     from aot_backward_runtime import load
 
     def types_of(value: Any) -> list[type]:
@@ -69,7 +70,7 @@ def loaded(name: str, path: str, sizes: Sequence[int]) -> None:
     case = models.make(name)
     eager = case.module.train(case.mode == "train")
     types = types_of(models.make(name).module.train(case.mode == "train")(*case.args(sizes[0])))
-    before = frozenset(sys.modules)  # transformers imports parts of the compiler itself
+    before = frozenset(sys.modules)  # transformers imports parts of the compiler
     package = load(path, types=[t for t in types if t not in (dict, list, tuple)])
     for size in sizes:
         args = case.args(size)
@@ -82,7 +83,7 @@ def _nested(value: Any) -> bool:
 
 
 class Loss(nn.Module):
-    """What PyTorch's own ways ask for: one scalar."""
+    """A scalar loss of all outputs: PyTorch's own ways need a scalar."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float 
     for name, e in expected.items():
         a = actual.get(name)
         if (a is None) != (e is None):
-            raise Wrong(f"the gradient of {name} is {'None' if a is None else 'not None'}")
+            raise Wrong(f"{name}: {'None, eager has a gradient' if a is None else 'a gradient, eager has None'}")
         if e is None or a is None:
             continue
         scale = max(float(e.norm()), 1e-3 * max(float(v.norm()) for v in expected.values() if v is not None))
@@ -136,15 +137,15 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
         flat = joint._graph_module_flat_inputs(args, {})
         results = torch.fx.Interpreter(joint.graph_module).run(*flat)
         actual = {s.target or "loss": r for s, r in zip(joint.graph_signature.output_specs, results, strict=True) if "BUFFER" not in s.kind.name}
-        for first, parameter in program.named_parameters():  # a tied one's parts are for the caller to add up
+        for first, parameter in program.named_parameters():  # the caller must add the parts of a tied parameter
             tied = [n for n, p in program.named_parameters(remove_duplicate=False) if p is parameter and n != first and n in actual]
             actual |= {first: sum((actual[n] for n in tied), start=actual[first])} if tied and first in actual else {}
         _compared(actual, expected, case.relative or PEERS_RELATIVE)
 
 
 def stored(way: str, name: str, case: Case, dynamic: bool) -> None:
-    """One of PyTorch's own ways to compile ahead of time, stored and loaded."""
-    # precompile refuses inputs that get gradients; a force field computes with them
+    """Compile with one of PyTorch's ways, store, load, and compare."""
+    # precompile refuses inputs that require gradients; a force field needs them
     given = _detached if "precompile" in way and name != "forcefield" else clones
     args = given(case.args(case.sizes[0]))
     with tempfile.TemporaryDirectory() as folder:
@@ -180,7 +181,7 @@ def main() -> None:
         WAYS[way](name, case, rest[0] == "dynamic")
     except Wrong as error:
         verdict, reason = "wrong", str(error)
-    except Exception as error:  # a peer may raise anything, and so may the model
+    except Exception as error:  # a peer or a model may raise anything
         text = str(error).strip().splitlines()
         verdict, reason = "refused", str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {text[0] if text else ''}"
     print(json.dumps({"verdict": verdict, "reason": reason[:300], "seconds": round(time.perf_counter() - start, 1)}))
