@@ -114,7 +114,7 @@ def _compared(actual: dict[str, Any], expected: dict[str, Any], relative: float 
     for name, e in expected.items():
         a = actual.get(name)
         if (a is None) != (e is None):
-            raise Wrong(f"{name}: {'None, eager has a gradient' if a is None else 'a gradient, eager has None'}")
+            raise Wrong(f"the gradient of {name} is {'None' if a is None else 'not None'}")
         if e is None or a is None:
             continue
         scale = max(float(e.norm()), 1e-3 * max(float(v.norm()) for v in expected.values() if v is not None))
