@@ -88,9 +88,9 @@ def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
-            checked = Path(folder) / "cpu.pt2"
-            checked_package(checked, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
-        return rebuild(checked, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
+            cpu_path = Path(folder) / "cpu.pt2"
+            checked_package(cpu_path, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
+        return rebuild(cpu_path, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
 def export_module(

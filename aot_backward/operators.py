@@ -19,10 +19,10 @@ log = logging.getLogger("aot_backward")
 
 def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
     """Return the operators that the libraries call and PyTorch lacks, each with its source here or, if it has none, the source in ``manifest``."""
-    called = sorted({o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators})
-    found = {o: _registered_by(o) for o in called if o.partition("::")[0] not in torch_api.NAMESPACES}
-    theirs = {o: s for o, s in found.items() if s.module.partition(".")[0] != "torch"}
-    return {o: s if s != OperatorSpec() else manifest.operators.get(o, s) for o, s in theirs.items()}
+    operators = sorted({o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators})
+    specs = {o: _registered_by(o) for o in operators if o.partition("::")[0] not in torch_api.NAMESPACES}
+    custom_specs = {o: s for o, s in specs.items() if s.module.partition(".")[0] != "torch"}
+    return {o: s if s != OperatorSpec() else manifest.operators.get(o, s) for o, s in custom_specs.items()}
 
 
 def say(operators: Mapping[str, OperatorSpec]) -> None:
@@ -83,12 +83,12 @@ def _spec(module: ModuleType) -> OperatorSpec:
 def _importable(module: ModuleType) -> bool:
     """Return whether importing that name anew would find the same file."""
     top = module.__name__.partition(".")[0]
-    whole = sys.modules.get(top)
-    if top == "__main__" or whole is None:
+    root = sys.modules.get(top)
+    if top == "__main__" or root is None:
         return False
-    found = next((s for finder in sys.meta_path if (s := finder.find_spec(top, None)) is not None), None)
-    file = _file(whole)
-    return found is not None and (found.origin is None or file is None or Path(found.origin).resolve() == file.resolve())
+    module_spec = next((s for finder in sys.meta_path if (s := finder.find_spec(top, None)) is not None), None)
+    file = _file(root)
+    return module_spec is not None and (module_spec.origin is None or file is None or Path(module_spec.origin).resolve() == file.resolve())
 
 
 def _holds(file: Path, name: str) -> bool:

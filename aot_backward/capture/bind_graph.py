@@ -49,13 +49,13 @@ class GraphBinder:
 
     def outputs(self, results: list[Any]) -> tuple[str, ...]:
         """Return the sources of the program's flat output tensors; ``results`` are the graph's, in the joint graph's order."""
-        first = self.joint.forward_values - len(self.joint.outputs)
+        start = self.joint.forward_values - len(self.joint.outputs)
         sources = []
         for i, output in enumerate(self.joint.outputs):
             if isinstance(output, tuple):
                 sources.append(f"{'input' if output[0] == 'input' else 'parameter'}:{output[1]}")
             elif output is not None:
-                sources.append(self.result(results[first + i], f"output[{i}]"))
+                sources.append(self.result(results[start + i], f"output[{i}]"))
         return tuple(sources)
 
     def plan(
@@ -99,9 +99,9 @@ class GraphBinder:
                 if number in self.donated:
                     donated.append((len(operands), number))
                 # the name repeats the plan, and a reader compares the two
-                more = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
+                suffix = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
                 operands.append(f"saved:{number}")
-                inputs.append(joint.sizes.spec(f"saved[{number}]{more}", node.meta["val"], False))
+                inputs.append(joint.sizes.spec(f"saved[{number}]{suffix}", node.meta["val"], False))
             elif kind == "input":
                 operands.append(f"input:{index}")
                 inputs.append(joint.sizes.spec(joint.input_names[index], node.meta["val"], False))
@@ -131,29 +131,29 @@ class GraphBinder:
             if "val" not in node.meta:  # a non-tensor argument: its value is already in the graph
                 graph.graph.erase_node(node)
         placeholders = list(graph.graph.find_nodes(op="placeholder"))
-        shown: dict[Any, tuple[Node, int]] = {}
+        size_sources: dict[Any, tuple[Node, int]] = {}
         for node in placeholders:
             if isinstance(node.meta["val"], torch.Tensor) and (node.users or self.placeholders.get(node.name, ("saved",))[0] == "cotangent"):
                 for d, size in enumerate(node.meta["val"].shape):
-                    shown.setdefault(expression_of(size), (node, d))
+                    size_sources.setdefault(expression_of(size), (node, d))
         for node in placeholders:
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
                 continue
             if node.users:
                 expression = expression_of(value)
-                if expression not in shown:
-                    first = next(iter(graph.graph.find_nodes(op="placeholder")))  # of the remaining placeholders
-                    with graph.graph.inserting_before(first), joint.fake_mode:
-                        carrier = graph.graph.placeholder(f"carrier_{len(shown)}")
+                if expression not in size_sources:
+                    placeholder = next(iter(graph.graph.find_nodes(op="placeholder")))  # of the remaining placeholders
+                    with graph.graph.inserting_before(placeholder), joint.fake_mode:
+                        carrier = graph.graph.placeholder(f"carrier_{len(size_sources)}")
                         carrier.meta["val"] = torch.empty((value, 0), device=joint.device)
                     self.placeholders[carrier.name] = ("size", str(joint.sizes.size(value)))
-                    shown[expression] = (carrier, 0)
-                tensor, d = shown[expression]
+                    size_sources[expression] = (carrier, 0)
+                tensor, d = size_sources[expression]
                 with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
-                    made = graph.graph.call_function(aten.sym_size.int, (tensor, d))
-                made.meta["val"] = value
-                node.replace_all_uses_with(made)
+                    size_node = graph.graph.call_function(aten.sym_size.int, (tensor, d))
+                size_node.meta["val"] = value
+                node.replace_all_uses_with(size_node)
             graph.graph.erase_node(node)
 
 
@@ -166,9 +166,9 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
     graph.register_buffer(attribute, weight[1])
     constants[attribute] = weight
     with graph.graph.inserting_after(list(graph.graph.find_nodes(op="placeholder"))[-1]):
-        made = graph.graph.get_attr(attribute)
-    made.meta = dict(node.meta)
-    return made
+        constant = graph.graph.get_attr(attribute)
+    constant.meta = dict(node.meta)
+    return constant
 
 
 def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], device: torch.device) -> None:
@@ -187,6 +187,6 @@ def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Ten
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous()
-    about = f"{plain.dtype} {tuple(plain.shape)} {tensor.stride()} {tensor.device.type}".encode()
-    return hashlib.sha256(about + plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+    cpu_tensor = tensor.detach().cpu().contiguous()
+    header = f"{cpu_tensor.dtype} {tuple(cpu_tensor.shape)} {tensor.stride()} {tensor.device.type}".encode()
+    return hashlib.sha256(header + cpu_tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:32]

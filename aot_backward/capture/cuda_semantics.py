@@ -45,11 +45,11 @@ def as_on_gpu() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it says that a kernel is replaced
             libraries: dict[tuple[str, str], torch.library.Library] = {}
             for key, name, kernel in kernels:
-                namespace, _, own = name.partition("::")
+                namespace, _, operator_name = name.partition("::")
                 if (namespace, key) not in libraries:
                     libraries[namespace, key] = torch.library.Library(namespace, "IMPL", key)
                     stack.callback(libraries[namespace, key]._destroy)
-                libraries[namespace, key].impl(own, kernel, allow_override=True)
+                libraries[namespace, key].impl(operator_name, kernel, allow_override=True)
         _clear_dispatch_caches([name for _, name, _ in kernels])
         stack.enter_context(_autocast_of_both_devices())
         yield
@@ -61,22 +61,22 @@ def lists() -> dict[str, tuple[str, ...]]:
     text = header.read_text()
     out = {}
     for policy in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE", "PROMOTE"):
-        found = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*\n)", text)
-        if found is None:
+        match = re.search(rf"#define AT_FORALL_{policy}\(_\)((?:.*\\\n)*.*\n)", text)
+        if match is None:
             raise ExportError(
                 f"{header.name}: expected the operators that autocast casts on a GPU (AT_FORALL_{policy}), got none from torch {torch.__version__}. "
                 "Export on a GPU (target='cuda')"
             )
-        quoted = re.findall(r'"([\w.]+)"', found[1])  # a list that contains more than names
-        out[policy] = tuple(quoted or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", found[1])])
+        quoted_names = re.findall(r'"([\w.]+)"', match[1])  # a list that contains more than names
+        out[policy] = tuple(quoted_names or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", match[1])])
     return out
 
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
     """Return operator -> kernel that casts as on a GPU. Operators that are only in the CPU's lists are not cast."""
-    of_cpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-    out: dict[str, Any] = {name: torch.library.fallthrough_kernel for name in of_cpu if name.startswith("aten::")}
+    cpu_names = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    out: dict[str, Any] = {name: torch.library.fallthrough_kernel for name in cpu_names if name.startswith("aten::")}
     policies = {
         "LOWER_PRECISION_FP": _lower_precision,
         "FP32": _float32,
@@ -92,8 +92,8 @@ def _kernels() -> dict[str, Any]:
 
 def _rules_of_other_libraries() -> dict[str, Any]:
     """Return kernels that refuse other libraries' operators with an autocast rule for GPUs: without a GPU the rule cannot be read or run."""
-    on_gpu = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    return {name: functools.partial(_refuse_unknown_rule, name) for name in on_gpu if not name.startswith("aten::")}
+    gpu_names = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return {name: functools.partial(_refuse_unknown_rule, name) for name in gpu_names if not name.startswith("aten::")}
 
 
 def _refuse_unknown_rule(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -110,8 +110,8 @@ def _clear_dispatch_caches(names: Iterable[str]) -> None:
 
 
 def _operator(name: str) -> Any:
-    namespace, _, own = name.partition("::")
-    packet, _, overload = own.partition(".")
+    namespace, _, operator_name = name.partition("::")
+    packet, _, overload = operator_name.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
@@ -131,26 +131,26 @@ def _float32(operator: Any, args: Any, kwargs: Any) -> Any:
 
 def _float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
     """Keep a dtype that the program passes; otherwise the result of a floating-point argument is float32."""
-    named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
-    if _eligible(args[0]) and named.get("dtype") is None:
-        named["dtype"] = torch.float32
-    return operator(**named)
+    named_args = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    if _eligible(args[0]) and named_args.get("dtype") is None:
+        named_args["dtype"] = torch.float32
+    return operator(**named_args)
 
 
 def _with_dtype(operator: Any, args: Any, kwargs: Any) -> Any:
-    other = getattr(torch.ops.aten.norm, _WITH_DTYPE[f"norm.{operator._overloadname}"])
-    named = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
+    overload = getattr(torch.ops.aten.norm, _WITH_DTYPE[f"norm.{operator._overloadname}"])
+    named_args = {a.name: v for a, v in zip(operator._schema.arguments, args, strict=False)} | kwargs
     defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
-    return other(**(defaults | named), dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
+    return overload(**(defaults | named_args), dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
 
 
 def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
     """Compute in float32 if one of the tensors is float32, else in the lower precision."""
-    low = torch.get_autocast_dtype("cpu")
-    found = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
-    if odd := found - {low, torch.float32}:
-        raise RuntimeError(f"{operator} under autocast {low}: got {odd.pop()}; expected {low} or torch.float32")
-    to = torch.float32 if torch.float32 in found else low
+    low_dtype = torch.get_autocast_dtype("cpu")
+    dtypes = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
+    if unsupported := dtypes - {low_dtype, torch.float32}:
+        raise RuntimeError(f"{operator} under autocast {low_dtype}: got {unsupported.pop()}; expected {low_dtype} or torch.float32")
+    to = torch.float32 if torch.float32 in dtypes else low_dtype
     return operator(*_cast(args, to), **_cast(kwargs, to))
 
 
@@ -210,14 +210,14 @@ def _autocast_of_both_devices() -> Iterator[None]:
                 'torch.autocast("cuda") was created before the export, and torch disabled it because this machine has no GPU. Create it in the '
                 'forward (with torch.autocast("cuda", dtype=torch.bfloat16):), not as a decorator'
             )
-        entered = originals["__enter__"](self)
+        result = originals["__enter__"](self)
         agree()
-        return entered
+        return result
 
     def exit(self: Any, *raised: Any) -> Any:
-        done = originals["__exit__"](self, *raised)
+        result = originals["__exit__"](self, *raised)
         agree()
-        return done
+        return result
 
     def cast_inputs(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)

@@ -32,26 +32,26 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Calla
     except (Narrowed, torch_api.ConstraintViolationError) as error:
         raise ExportError(_violated_constraints(error, program)) from error
     except Exception as error:  # the user's program may raise anything
-        if refused := refused_control_flow(error):
+        if reason := refused_control_flow(error):
             where = source_location.of_error(error, program)
-            raise ExportError(f"{refused}{where and f'; it is called {where}'}") from error
+            raise ExportError(f"{reason}{where and f'; it is called {where}'}") from error
         if any(text in str(error) for text in _WRITES) and not written:
             raise ExportError(_changed_tensors(error, program, run)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        first = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # from Dynamo
+        cause = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # from Dynamo
         where = source_location.of_error(error, program)
         raise ExportError(
-            f"the program could not be traced: {type(error).__name__}: {first}{where and f'; {where}'}{_advice(error, program, written, where)}"
+            f"the program could not be traced: {type(error).__name__}: {cause}{where and f'; {where}'}{_advice(error, program, written, where)}"
         ) from error
 
 
 def refused_control_flow(error: Exception) -> str:
     """Return why PyTorch refuses a control-flow operator (in eager, too) with a remedy, or "" for any other error."""
     text = str(error)
-    named = re.search(r"Higher Order Operator: (?:torch\.ops\.higher_order\.)?(\S+)|call_function (\w+)\(", text)
+    match = re.search(r"Higher Order Operator: (?:torch\.ops\.higher_order\.)?(\S+)|call_function (\w+)\(", text)
     files = [re.search(r"_higher_order_ops/(\w+)\.py$", frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    known = [file[1] for file in files if file and file[1] not in ("utils", "partitioner")]
-    operator = (named[1] or named[2]) if named else known[-1] if known else "a control-flow operator"
+    operators = [file[1] for file in files if file and file[1] not in ("utils", "partitioner")]
+    operator = (match[1] or match[2]) if match else operators[-1] if operators else "a control-flow operator"
     if "do not support aliasing" in text:
         return f"a body of {operator} returns one of its inputs, or the same tensor twice, which PyTorch refuses: return a copy (x.clone())"
     if "outs_to_grad length" in text:
@@ -71,10 +71,10 @@ _UNROLLED = (
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
     lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
-    said = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # each line of torch's message once
+    message = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # each line of torch's message once
     recurrent = [n or "the module itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
-        f"the program does not allow the sizes declared in dynamic_shapes: {said}"
+        f"the program does not allow the sizes declared in dynamic_shapes: {message}"
         f"{(recurrent and f'. If the length of a recurrent layer ({recurrent[0]}) is among them: {_UNROLLED}') or ''}"
     )
 
@@ -84,11 +84,11 @@ _WRITES = ("functional graph", "fake buffer", "non-functional tensor")
 
 
 def _changed_tensors(error: Exception, program: nn.Module, run: Callable[[], object]) -> str:
-    changed, place = attribute_writes.changed_by(run, program, error)
+    names, place = attribute_writes.changed_by(run, program, error)
     where = source_location.of_error(error, program) or place
-    what = " and ".join(changed) or "a tensor"
+    description = " and ".join(names) or "a tensor"
     return (
-        f"the forward changes {what} in place{where and f', {where}'}: expected a buffer, got a plain tensor, which a package would not keep. "
+        f"the forward changes {description} in place{where and f', {where}'}: expected a buffer, got a plain tensor, which a package would not keep. "
         'Register it as a buffer (self.register_buffer("mean", …)), and change that in place'
     )
 
@@ -111,13 +111,13 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], wh
         if source_location.passes_through(error, torch.distributions):
             return ". torch.distributions checks the range of its arguments' values, and a trace has no values: pass validate_args=False"
         if _SIZE_BY_VALUE.search(where):
-            named = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * ("torch_geometric" in modules)
-            return f". It turns tensor values into a Python number. If this is a size, pass it as an argument{named}, with one variant for each size"
+            note = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * ("torch_geometric" in modules)
+            return f". It turns tensor values into a Python number. If this is a size, pass it as an argument{note}, with one variant for each size"
         return (
             ". It reads the value of a tensor in Python, and a package runs no Python. Use torch.where or torch.cond, or pass the value as a plain "
             "argument, with one variant for each value"
         )
-    if any(said in text for said in _WRITES):
+    if any(part in text for part in _WRITES):
         name, place = next(iter(written.items()))
         return f". The forward changes the attribute {name!r}, {place}: register it as a buffer, and change that in place"
     if "autograd formula" in text or "fake impl" in text:
@@ -168,15 +168,15 @@ def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
                 node.target, f"{node.target}: expected the default generator, got another one, which a package cannot store. Omit generator="
             )
         schema: Any = getattr(node.target, "_schema", None)
-        own = schema is not None and node.target.namespace not in ("aten", "prims", "prim")
-        if own and any(str(r.type) in ("int", "SymInt", "float", "bool") for r in schema.returns):
+        is_custom = schema is not None and node.target.namespace not in ("aten", "prims", "prim")
+        if is_custom and any(str(r.type) in ("int", "SymInt", "float", "bool") for r in schema.returns):
             raise ExportError.of(
                 node.target, f"{node.target} returns a number, and compiled code accepts only tensors from an operator: return a 0-d tensor"
             )
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype is torch.complex32 and not isinstance(node.meta.get("desc"), torch_api.TangentAOTInput):
-            what = node.target if node.op == "call_function" else "an input"
-            raise ExportError.of(what, f"{what} is complex32, which a package cannot store: use complex64")
+            subject = node.target if node.op == "call_function" else "an input"
+            raise ExportError.of(subject, f"{subject} is complex32, which a package cannot store: use complex64")
 
 
 def refuse_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -55,21 +55,21 @@ def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
 
 def call(graph: Graph, target: Any, *args: Any) -> Node:
     """Insert a call with its fake value; for ``copy_`` this is the value of its target."""
-    made = graph.call_function(target, args)
+    node = graph.call_function(target, args)
     if target is aten.copy_.default:
-        made.meta["val"] = args[0].meta["val"]
+        node.meta["val"] = args[0].meta["val"]
     else:
-        made.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return made
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+    return node
 
 
 def add_placeholder(graph: GraphModule, name: str, value: Any) -> Node:
     """Add a placeholder after the existing ones."""
-    existing = list(graph.graph.find_nodes(op="placeholder"))
-    with graph.graph.inserting_after(existing[-1]) if existing else graph.graph.inserting_before(output_of(graph.graph)):
-        made = graph.graph.placeholder(name)
-    made.meta["val"] = value
-    return made
+    placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    with graph.graph.inserting_after(placeholders[-1]) if placeholders else graph.graph.inserting_before(output_of(graph.graph)):
+        node = graph.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
 
 
 def clone_of(graph: GraphModule, source: Node, fake_mode: Any) -> Node:

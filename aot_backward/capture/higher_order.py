@@ -38,11 +38,11 @@ class _Gradients(nn.Module):
         self.flat, self.spec = pytree.tree_flatten(arguments)
         self.outputs = joint.cotangents
         self.parts: dict[tuple[str, Any], list[Any]] = {}
-        first: dict[str, tuple[str, Any]] = {}
+        first_targets: dict[str, tuple[str, Any]] = {}
         for target in joint.gradients:
             kind, where = target
-            home = first.setdefault(weights[where][0], target) if kind == "parameter" else target
-            self.parts.setdefault(home, []).append(where)
+            first_target = first_targets.setdefault(weights[where][0], target) if kind == "parameter" else target
+            self.parts.setdefault(first_target, []).append(where)
         self.training = program.training
 
     @property
@@ -64,9 +64,9 @@ class _Gradients(nn.Module):
         targets: list[torch.Tensor] = []
         counts = []
         for (kind, _), names in self.parts.items():
-            found = {id(t): t for t in (state[n] if kind == "parameter" else tensors[n] for n in names)}
-            targets += found.values()
-            counts.append(len(found))
+            unique_tensors = {id(t): t for t in (state[n] if kind == "parameter" else tensors[n] for n in names)}
+            targets += unique_tensors.values()
+            counts.append(len(unique_tensors))
         gradients = iter(torch.autograd.grad([leaves[i] for i in self.outputs], targets, cotangents, create_graph=True, allow_unused=True))
         out: list[torch.Tensor | None] = []
         for count in counts:
@@ -96,35 +96,35 @@ def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str
     inputs = (*joint.inputs, *cotangents)
     names = (*joint.input_names, *(f"the gradient of output[{i}]" for i in joint.cotangents))
     in_tree = Tree("tuple", children=(Tree("tuple", children=tuple(Tree("tensor", index=i) for i in range(len(inputs)))), Tree("dict")))
-    known = dict(joint.sizes.shape_env.replacements)
-    about = Described(joint.fake_mode, joint.ambient, names, (), in_tree)
-    copied: frozenset[int] = frozenset()
+    replacements = dict(joint.sizes.shape_env.replacements)
+    facts = Described(joint.fake_mode, joint.ambient, names, (), in_tree)
+    copies: frozenset[int] = frozenset()
     while True:
         try:
             with preserve.slots_kept(program), sizes_of_one_open():
-                made, shared = joint_of(FlatProgram(module, (inputs, {}), copied, False), inputs, about, lambda _, __: joint.sizes)
+                grad_joint, aliases = joint_of(FlatProgram(module, (inputs, {}), copies, False), inputs, facts, lambda _, __: joint.sizes)
         except ExportError:
             raise
         except Exception as error:  # the user's program runs here and may raise anything
             raise ExportError(_undifferentiable(error)) from error
-        if made is not None:
-            shared = frozenset(i for i, o in enumerate(made.outputs) if isinstance(o, tuple))  # an output that is an incoming gradient itself
-            if not shared:
+        if grad_joint is not None:
+            aliases = frozenset(i for i, o in enumerate(grad_joint.outputs) if isinstance(o, tuple))  # an output that is an incoming gradient itself
+            if not aliases:
                 break
-        if copied >= shared:
-            raise ExportError(f"order=2: the gradients of {[list(module.parts)[i] for i in sorted(shared)]} still share memory after being copied")
-        copied |= shared
-    if joint.sizes.shape_env.replacements != known:
-        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in joint.sizes.shape_env.replacements]
+        if copies >= aliases:
+            raise ExportError(f"order=2: the gradients of {[list(module.parts)[i] for i in sorted(aliases)]} still share memory after being copied")
+        copies |= aliases
+    if joint.sizes.shape_env.replacements != replacements:
+        labels = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in joint.sizes.shape_env.replacements]
         raise ExportError(
-            f"order=2: expected a second derivative for every size of {', '.join(fixed)}, declared dynamic, got one that is valid for one size only "
+            f"order=2: expected a second derivative for every size of {', '.join(labels)}, declared dynamic, got one that is valid for one size only "
             "(PyTorch's second derivative of BatchNorm in training mode is such a case). Make it static"
         )
-    random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in made.graph.graph.nodes)
-    own = module.own_name
-    _drop_buffer_updates(made, own)
-    gives = tuple(f"{kind}:{where}" for (kind, where), o in zip(module.parts, made.outputs, strict=True) if o is not None)
-    return Differentiated(_renamed(made, own), gives, random, module, (inputs, {}))
+    random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in grad_joint.graph.graph.nodes)
+    own_name = module.own_name
+    _drop_buffer_updates(grad_joint, own_name)
+    targets = tuple(f"{kind}:{where}" for (kind, where), o in zip(module.parts, grad_joint.outputs, strict=True) if o is not None)
+    return Differentiated(_renamed(grad_joint, own_name), targets, random, module, (inputs, {}))
 
 
 def _undifferentiable(error: Exception) -> str:
@@ -137,11 +137,11 @@ def _undifferentiable(error: Exception) -> str:
 def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
     """Remove buffer updates, which the first forward has already made. Raise if a gradient reads such a buffer: a second run would read another
     value."""
-    graph, written = joint.graph, set()
+    graph, written_buffers = joint.graph, set()
     for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = node.args
         if target.op == "placeholder":
-            written.add(target)
+            written_buffers.add(target)
             node.replace_all_uses_with(value)
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
@@ -152,7 +152,7 @@ def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
         if node not in seen:
             seen.add(node)
             todo += node.all_input_nodes
-    for node in written & seen:
+    for node in written_buffers & seen:
         raise ExportError(
             f"order=2: the gradients depend on the buffer {own(joint.placeholders[node.name][1])!r}, which the forward changes: "
             "export with order=1, or in a mode that does not change it"

@@ -38,29 +38,29 @@ def _for_floats(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
 
 
 def _linear(input: torch.Tensor, output_size: Sequence[Any], align_corners: bool, scales: Sequence[float | None]) -> torch.Tensor:
-    made = input
+    output = input
     for dim in reversed(range(2, input.ndim)):
         source = _source(input, dim, output_size[dim - 2], align_corners, scales[dim - 2]).clamp(min=0.0)
         first = source.to(torch.int64).clamp(max=input.shape[dim] - 1)  # as eager: a scale that does not match the size leads past the end
         second = (first + 1).clamp(max=input.shape[dim] - 1)
         share = _along(input, dim, (source - first).clamp(0.0, 1.0).to(input.dtype))
-        one, other = _at(made, dim, first), _at(made, dim, second)
-        made = one + torch.mul(other - one, share)
-    return made.contiguous(memory_format=_format(input))
+        first_value, second_value = _at(output, dim, first), _at(output, dim, second)
+        output = first_value + torch.mul(second_value - first_value, share)
+    return output.contiguous(memory_format=_format(input))
 
 
 def _bicubic(
     input: torch.Tensor, output_size: Sequence[Any], align_corners: bool, scale_h: float | None = None, scale_w: float | None = None
 ) -> torch.Tensor:
-    made = input
+    output = input
     for dim, scale in ((3, scale_w), (2, scale_h)):
         source = _source(input, dim, output_size[dim - 2], align_corners, scale)
         floor = source.floor()
         weights = torch_api.decompositions._upsample_get_cubic_coefficients((source - floor).clamp(0.0, 1.0))
-        near = [(floor.to(torch.int64) + n).clamp(0, input.shape[dim] - 1) for n in (-1, 0, 1, 2)]
-        terms = [_at(made, dim, index) * _along(input, dim, weight) for index, weight in zip(near, weights, strict=True)]
-        made = terms[0] + terms[1] + terms[2] + terms[3]
-    return made.contiguous(memory_format=_format(input))
+        indices = [(floor.to(torch.int64) + n).clamp(0, input.shape[dim] - 1) for n in (-1, 0, 1, 2)]
+        terms = [_at(output, dim, index) * _along(input, dim, weight) for index, weight in zip(indices, weights, strict=True)]
+        output = terms[0] + terms[1] + terms[2] + terms[3]
+    return output.contiguous(memory_format=_format(input))
 
 
 def _source(input: torch.Tensor, dim: int, size: Any, align_corners: bool, scale: float | None) -> torch.Tensor:

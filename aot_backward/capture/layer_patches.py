@@ -54,8 +54,8 @@ def _over_open_lengths(original: Callable[..., Any], images: Callable[..., Any])
     def pooled(input: torch.Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
         if not isinstance(input.shape[-1], torch.SymInt):
             return original(input, kernel_size, stride, padding, dilation, ceil_mode)
-        kernel, gap, border, spread = (_single(v) for v in (kernel_size, stride or kernel_size, padding, dilation))
-        results = images(input.unsqueeze(-2), [1, kernel], [1, gap], [0, border], [1, spread], ceil_mode)
+        kernel, gap, border, spacing = (_single(v) for v in (kernel_size, stride or kernel_size, padding, dilation))
+        results = images(input.unsqueeze(-2), [1, kernel], [1, gap], [0, border], [1, spacing], ceil_mode)
         return pytree.tree_map(lambda result: result.squeeze(-2), results)
 
     return pooled
@@ -73,8 +73,8 @@ def plain_checkpoints() -> Iterator[None]:
     """
 
     def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        wanted = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+        requires_grad = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
             return run(*args)
 
     with patched(torch.utils.checkpoint.CheckpointFunction, apply=apply):
@@ -103,9 +103,9 @@ def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
         x = input.transpose(0, 1) if batch_first else input
         directions, finals = 2 if both else 1, []
         for i in range(count):
-            own = slice(i * directions, (i + 1) * directions)
-            x, final = original(x, hidden[own], params[own], biases, 1, 0.0, train, both, False, layer)
-            finals += _of_shape(final, hidden[own])
+            layer_slice = slice(i * directions, (i + 1) * directions)
+            x, final = original(x, hidden[layer_slice], params[layer_slice], biases, 1, 0.0, train, both, False, layer)
+            finals += _of_shape(final, hidden[layer_slice])
             if i < count - 1:
                 x = torch.dropout(x, dropout, train=True)
         return (x.transpose(0, 1) if batch_first else x), finals
@@ -145,8 +145,8 @@ def _bodies_with_results_of_their_own() -> Iterator[None]:
                 lines.append(source_location.here())
             return pytree.tree_unflatten(_apart(results, inputs), spec)
 
-        made: Callable[..., Any] = trace(with_own_results, *settings, **options)
-        return made
+        function: Callable[..., Any] = trace(with_own_results, *settings, **options)
+        return function
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patched(utils, has_potential_input_alias_or_mutation=only_mutation))
@@ -155,21 +155,21 @@ def _bodies_with_results_of_their_own() -> Iterator[None]:
         try:
             yield
         except AssertionError as error:
-            refused, where = diagnostics.refused_control_flow(error), next((line for line in lines if line), "")
-            if not refused or not where:
+            reason, location = diagnostics.refused_control_flow(error), next((line for line in lines if line), "")
+            if not reason or not location:
                 raise
-            raise ExportError(f"{refused}; it is called {where}") from error
+            raise ExportError(f"{reason}; it is called {location}") from error
 
 
 def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Return ``results`` with a copy of each one that shares memory with an input or with an earlier result."""
-    taken = {torch_api.storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
+    storages = {torch_api.storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
     out = []
     for result in results:
         if isinstance(result, torch.Tensor):
-            if torch_api.storage_key(result) in taken:
+            if torch_api.storage_key(result) in storages:
                 result = result.clone()
-            taken.add(torch_api.storage_key(result))
+            storages.add(torch_api.storage_key(result))
         out.append(result)
     return out
 
@@ -201,11 +201,11 @@ def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
         "the observer of a FakeQuantize is enabled, and no graph holds what it does: call disable_observer() before the export, or use "
         "FusedMovingAvgObsFakeQuantize",
     )
-    observer, own = self.activation_post_process, (self.scale, self.zero_point)
+    observer, qparams = self.activation_post_process, (self.scale, self.zero_point)
     if self.is_per_channel:
-        quantized = torch.fake_quantize_per_channel_affine(X, *own, self.ch_axis, observer.quant_min, observer.quant_max)
+        quantized = torch.fake_quantize_per_channel_affine(X, *qparams, self.ch_axis, observer.quant_min, observer.quant_max)
     else:
-        quantized = torch.fake_quantize_per_tensor_affine(X, *own, observer.quant_min, observer.quant_max)
+        quantized = torch.fake_quantize_per_tensor_affine(X, *qparams, observer.quant_min, observer.quant_max)
     return torch.where(self.fake_quant_enabled == 1, quantized, X)
 
 
@@ -219,12 +219,12 @@ def _learned_quantization(self: Any, X: torch.Tensor) -> torch.Tensor:
         "toggle_observer_update(False) before the export, with a scale of at least eps and, if symmetric, a zero point of 0",
     )
     factor = 1.0 / (X.numel() * self.quant_max) ** 0.5 if self.use_grad_scaling else 1.0
-    own: Any = (self.scale, self.zero_point)
+    qparams: Any = (self.scale, self.zero_point)
     limits: Any = (self.quant_min, self.quant_max, factor)
     if self.qscheme in (torch.per_channel_symmetric, torch.per_channel_affine):
-        quantized = torch_api._fake_quantize_learnable_per_channel_affine(X, *own, self.ch_axis, *limits)
+        quantized = torch_api._fake_quantize_learnable_per_channel_affine(X, *qparams, self.ch_axis, *limits)
     else:
-        quantized = torch_api._fake_quantize_learnable_per_tensor_affine(X, *own, *limits)
+        quantized = torch_api._fake_quantize_learnable_per_tensor_affine(X, *qparams, *limits)
     return torch.where(self.fake_quant_enabled == 1, quantized, X)
 
 

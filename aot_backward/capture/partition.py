@@ -63,11 +63,11 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
     if not joint.has_backward:
         truncate(joint.graph, results_of(joint.graph)[: joint.forward_values])
         _refuse_sizes_from_data(joint, joint.graph)
-        alone = joint_passes(joint.graph, joint.device)
-        partitions.inference = _finish_forward(partitions, GraphBinder(joint, alone, f"{name}.inference", weights), _Saved())
+        inference_graph = joint_passes(joint.graph, joint.device)
+        partitions.inference = _finish_forward(partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved())
         return partitions
     joint = _with_ties_summed(joint, weights)
-    depends = _dependence(joint)
+    dependence = _dependence(joint)
     saving = torch_api.inductor_config.patch(custom_partitioner_fn=_saving_as_autograd() if partitioner == "default" else None)
     with torch.no_grad(), _partition_settings(), saving:
         forward, backward = torch_api.partition_fn(
@@ -77,16 +77,16 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
     backward.graph.set_codegen(torch.fx.CodeGen())
     _erase_unused_repetitions(forward, backward)
     if forward_only:
-        alone, _ = fx_graph.copy_of(forward)
-        truncate(alone, results_of(alone)[: joint.forward_values])
-        partitions.inference = _finish_forward(partitions, GraphBinder(joint, alone, f"{name}.inference", weights), _Saved())
+        inference_graph, _ = fx_graph.copy_of(forward)
+        truncate(inference_graph, results_of(inference_graph)[: joint.forward_values])
+        partitions.inference = _finish_forward(partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved())
 
     _refuse_sizes_from_data(joint, forward)
     saved = _saved_tensors(joint, forward, backward)
     first, second = GraphBinder(joint, forward, f"{name}.forward", weights), GraphBinder(joint, backward, f"{name}.backward", weights)
     partitions.forward = _finish_forward(partitions, first, saved)
     second.origins = _origins(first, saved)
-    partitions.backward = _finish_backward(partitions, second, saved, depends)
+    partitions.backward = _finish_backward(partitions, second, saved, dependence)
     return partitions
 
 
@@ -95,14 +95,14 @@ def split_grad(joint: Joint, name: str, weights: Weights, wrt: Iterable[tuple[st
     partitions = Partitions()
     joint, _ = with_scalar_loss(joint, name, weights)
     graph = joint.graph
-    asked = [(target, joint.gradients.get(target)) for target in wrt]
-    truncate(graph, [*results_of(graph)[: joint.forward_values], *(n for _, n in asked)])
+    target_nodes = [(target, joint.gradients.get(target)) for target in wrt]
+    truncate(graph, [*results_of(graph)[: joint.forward_values], *(n for _, n in target_nodes)])
     binder = GraphBinder(joint, joint_passes(graph, joint.device), f"{name}.gradient", weights)
     # passes rewrite nodes, but keep the order of the outputs
     results = results_of(binder.graph)
     outputs = binder.outputs(results)
     gradients = []
-    for (target, _), node in zip(asked, results[joint.forward_values :], strict=True):
+    for (target, _), node in zip(target_nodes, results[joint.forward_values :], strict=True):
         source = binder.result(node, f"gradient of {_name_of(joint, target)}") if isinstance(node, Node) else ""
         gradients.append(Gradient(_written(target), source))
     partitions.gradient = binder.plan(partitions.graphs, outputs=outputs, gradients=tuple(gradients))
@@ -124,12 +124,12 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
     value = node.meta["val"]
     with graph.graph.inserting_after(node), joint.fake_mode:
         settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        one = graph.graph.call_function(aten.full.default, ([], 1.0), settings)
-        one.meta["val"] = aten.full.default([], 1.0, **settings)
-    node.replace_all_uses_with(one)
+        grad_output = graph.graph.call_function(aten.full.default, ([], 1.0), settings)
+        grad_output.meta["val"] = aten.full.default([], 1.0, **settings)
+    node.replace_all_uses_with(grad_output)
     graph.graph.erase_node(node)
     # if a parameter is added to the loss, its gradient is the loss's own
-    return replace(joint, gradients={t: one if gradient is node else gradient for t, gradient in joint.gradients.items()}), one.name
+    return replace(joint, gradients={t: grad_output if gradient is node else gradient for t, gradient in joint.gradients.items()}), grad_output.name
 
 
 def _saving_as_autograd() -> Any:
@@ -217,8 +217,8 @@ def _dependence(joint: Joint) -> dict[tuple[str, Any], tuple[int, ...]]:
     reach: dict[Node, frozenset[int]] = {}
     for node in joint.graph.graph.nodes:
         kind, index = joint.placeholders.get(node.name, ("", None)) if node.op == "placeholder" else ("", None)
-        own = frozenset([joint.cotangents.index(index)]) if kind == "cotangent" else frozenset()
-        reach[node] = own.union(*(reach[a] for a in node.all_input_nodes))
+        own_indices = frozenset([joint.cotangents.index(index)]) if kind == "cotangent" else frozenset()
+        reach[node] = own_indices.union(*(reach[a] for a in node.all_input_nodes))
     results = results_of(joint.graph)[joint.forward_values :]
     nodes = zip(joint.gradient_slots, results, strict=True)
     return {t: tuple(sorted(reach[n])) if isinstance(n, Node) else () for t, n in nodes if t in joint.gradients}
@@ -230,24 +230,24 @@ def _with_ties_summed(joint: Joint, weights: Weights) -> Joint:
     output = fx_graph.output_of(graph.graph)
     results = results_of(graph)
     gradients = dict(joint.gradients)
-    first: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for position, target in enumerate(joint.gradient_slots, start=joint.forward_values):
         if target is None or target[0] != "parameter" or target not in gradients:
             continue
         key = weights[target[1]][0]
-        if key not in first:
-            first[key] = position
+        if key not in positions:
+            positions[key] = position
             continue
-        home, extra = results[first[key]], results[position]
-        owner = joint.gradient_slots[first[key] - joint.forward_values]
+        gradient, other = results[positions[key]], results[position]
+        owner = joint.gradient_slots[positions[key] - joint.forward_values]
         results[position] = None
         del gradients[target]
-        if isinstance(home, Node) and isinstance(extra, Node):
+        if isinstance(gradient, Node) and isinstance(other, Node):
             with graph.graph.inserting_before(output), joint.fake_mode:
-                results[first[key]] = fx_graph.call(graph.graph, aten.add.Tensor, home, extra)
-        elif isinstance(extra, Node):
-            results[first[key]] = extra
-        gradients[owner] = results[first[key]]
+                results[positions[key]] = fx_graph.call(graph.graph, aten.add.Tensor, gradient, other)
+        elif isinstance(other, Node):
+            results[positions[key]] = other
+        gradients[owner] = results[positions[key]]
     output.args = (results,)
     return replace(joint, gradients=gradients)
 
@@ -263,7 +263,7 @@ class _Saved:
 
 def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Saved:
     """Return the tensors that the backward needs from the forward, without parameters, their views and sizes."""
-    written = fx_graph.written_placeholders(forward)
+    writes = fx_graph.written_placeholders(forward)
     saved = {n.name: n for n in results_of(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
     reachable: dict[Node, Node] = {}  # memory that the caller can reach -> the output that exposes it
     for node in results_of(forward)[: joint.forward_values]:
@@ -275,7 +275,7 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
 
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         source = saved.get(placeholder.name)
-        if source is not None and source.op != "placeholder" and state(root_of(source)) and root_of(source).name not in written:
+        if source is not None and source.op != "placeholder" and state(root_of(source)) and root_of(source).name not in writes:
             _rebuild_view(source, placeholder, backward)
         elif source is not None and fx_graph.overlaps(source) and _rebuild_view(source, placeholder, backward):
             saved.setdefault(root_of(source).name, root_of(source))
@@ -285,7 +285,7 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
         if source is None or not placeholder.users:
             continue
         root = root_of(source)
-        if (state(root) and root.name in written) or fx_graph.overlaps(source):  # the forward overwrites it, or Inductor would change its strides
+        if (state(root) and root.name in writes) or fx_graph.overlaps(source):  # the forward overwrites it, or Inductor would change its strides
             source = fx_graph.clone_of(forward, source, joint.fake_mode)
             placeholder.name = source.name
             placeholder.meta["val"] = source.meta["val"]
@@ -310,13 +310,13 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
     while node is not root:
         chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    existing = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
-    last = list(existing.values())[-1]
-    base = existing.get(node.name)
+    placeholders = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
+    last = list(placeholders.values())[-1]
+    base = placeholders.get(node.name)
     if base is None:
         if any(n.name == node.name for n in backward.graph.nodes):
             return False  # recomputed in the backward
-        with backward.graph.inserting_before(next(iter(existing.values()))):
+        with backward.graph.inserting_before(next(iter(placeholders.values()))):
             base = backward.graph.placeholder(node.name)
         base.name = node.name  # tensors are matched by name, and FX changes a name that an erased node had
         base.meta = dict(node.meta)
@@ -325,9 +325,9 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
     anchor = last
     for step in reversed(chain):
         with backward.graph.inserting_after(anchor):
-            made = backward.graph.create_node("call_function", step.target, (base, *step.args[1:]), dict(step.kwargs))
-        made.meta = dict(step.meta)
-        base = anchor = made
+            new_node = backward.graph.create_node("call_function", step.target, (base, *step.args[1:]), dict(step.kwargs))
+        new_node.meta = dict(step.meta)
+        base = anchor = new_node
     if chain:
         placeholder.replace_all_uses_with(base)
     return True
@@ -339,15 +339,15 @@ def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
         value = node.meta["val"] if isinstance(node, Node) else None
         if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (symbols := torch_api.free_unbacked_symbols(value)):
             continue
-        made = (n for n in forward.graph.nodes if symbols & torch_api.free_unbacked_symbols(n.meta.get("val")))
-        source = next(made, node)
+        producers = (n for n in forward.graph.nodes if symbols & torch_api.free_unbacked_symbols(n.meta.get("val")))
+        source = next(producers, node)
         if source.target is operator.getitem:
             source = source.args[0]
         result = "a result with a size that depends" if isinstance(value, torch.Tensor) else "a number that depends"
-        where = "cannot be an output of a package" if i < joint.forward_values else "cannot be passed from a forward to its backward"
+        restriction = "cannot be an output of a package" if i < joint.forward_values else "cannot be passed from a forward to its backward"
         is_read = str(source.target) == "aten._local_scalar_dense.default" and isinstance(source.meta["val"], torch.SymInt)
-        instead = "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
-        raise ExportError.of(source.target, f"{source.target} returns {result} on the values of a tensor; it {where}. Instead, {instead}")
+        advice = "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
+        raise ExportError.of(source.target, f"{source.target} returns {result} on the values of a tensor; it {restriction}. Instead, {advice}")
 
 
 def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:

@@ -22,12 +22,12 @@ def random_state_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore the values of ``tensors``."""
-    before = [(t, t.detach().clone()) for t in tensors]
+    saved = [(t, t.detach().clone()) for t in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in before:
+            for tensor, value in saved:
                 tensor.copy_(value)
 
 
@@ -37,20 +37,20 @@ def attributes_kept(program: nn.Module) -> Iterator[None]:
     count its calls or cache results."""
     plain, lists, dicts = [], [], []
     for module in program.modules():
-        own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-        plain.append((vars(module), {n: v for n, v in own.items() if v is None or type(v) in (bool, int, float, complex, str)}))
-        lists += [(v, list(v)) for v in own.values() if type(v) is list]
-        dicts += [(v, dict(v)) for v in own.values() if type(v) is dict]
+        attrs = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+        plain.append((vars(module), {n: v for n, v in attrs.items() if v is None or type(v) in (bool, int, float, complex, str)}))
+        lists += [(v, list(v)) for v in attrs.values() if type(v) is list]
+        dicts += [(v, dict(v)) for v in attrs.values() if type(v) is dict]
     try:
         yield
     finally:
         for attributes, values in plain:
             attributes.update(values)
-        for items, before in lists:
-            items[:] = before
-        for entries, earlier in dicts:
+        for items, old_items in lists:
+            items[:] = old_items
+        for entries, old_entries in dicts:
             entries.clear()
-            entries.update(earlier)
+            entries.update(old_entries)
 
 
 @contextlib.contextmanager
@@ -59,13 +59,13 @@ def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
 
     If the program is already in that mode, submodules keep their own: a BatchNorm frozen by ``.eval()`` stays frozen.
     """
-    before = [(m, m.training) for m in program.modules()]
+    saved_modes = [(m, m.training) for m in program.modules()]
     try:
         if mode and program.training != (mode == "train"):
             program.train(mode == "train")
         yield
     finally:
-        for module, training in before:
+        for module, training in saved_modes:
             module.training = training
 
 
@@ -76,14 +76,14 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
     Tracing swaps them for its own, and restores the wrong ones if a submodule has two names.
     """
     _refuse_unsupported(program)
-    every: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
-    before = [(slots, dict(slots)) for slots in every]
+    all_slots: list[dict[str, Any]] = [slots for m in program.modules() for slots in (m._parameters, m._buffers)]
+    saved = [(slots, dict(slots)) for slots in all_slots]
     try:
         yield
     finally:
-        for slots, kept in before:
+        for slots, old in saved:
             slots.clear()
-            slots.update(kept)
+            slots.update(old)
 
 
 def _refuse_unsupported(program: nn.Module) -> None:
@@ -92,11 +92,11 @@ def _refuse_unsupported(program: nn.Module) -> None:
         raise ExportError("torch.inference_mode() is enabled, and autograd records nothing in it. Export outside of it (torch.no_grad() is allowed)")
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in program.named_modules():
-        called = f"the submodule {name!r}" if name else "the module"
+        subject = f"the submodule {name!r}" if name else "the module"
         if isinstance(module, wrappers):
-            raise ExportError(f"{called} is a {type(module).__name__}: export the module that it wraps (.module), and wrap the loaded module")
+            raise ExportError(f"{subject} is a {type(module).__name__}: export the module that it wraps (.module), and wrap the loaded module")
         if isinstance(module, torch.jit.ScriptModule):
-            raise ExportError(f"{called} is TorchScript, and the backward of TorchScript cannot be traced: {_instead_of_torchscript(program, name)}")
+            raise ExportError(f"{subject} is TorchScript, and the backward of TorchScript cannot be traced: {_instead_of_torchscript(program, name)}")
     for name, tensor in [*program.named_parameters(), *program.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ExportError(f"{name} has no shape yet: call the module once on example inputs before the export")
@@ -117,22 +117,22 @@ def _instead_of_torchscript(program: nn.Module, name: str) -> str:
     makers = {type(module).__module__.partition(".")[0] for module in parents}
     if not makers & {"e3nn", "mace", "nequip"}:
         return "use the original nn.Module, without torch.jit.script or torch.jit.trace, and load the state_dict into it"
-    of_mace = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * ("mace" in makers)
+    mace_advice = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * ("mace" in makers)
     return (
         "e3nn made it when the model was built. Call e3nn.set_optimization_defaults(jit_script_fx=False) before you build the model. For a loaded "
-        f"model, build a new one from its configuration{of_mace}, and load its state_dict into the new one"
+        f"model, build a new one from its configuration{mace_advice}, and load its state_dict into the new one"
     )
 
 
 @contextlib.contextmanager
 def requiring_alone(parameters: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let only ``targets`` among ``parameters`` require a gradient inside the context."""
-    before = [(p, p.requires_grad) for p in parameters]
-    wanted = {id(t) for t in targets}
+    saved_flags = [(p, p.requires_grad) for p in parameters]
+    target_ids = {id(t) for t in targets}
     try:
-        for parameter, _ in before:
-            parameter.requires_grad_(id(parameter) in wanted)
+        for parameter, _ in saved_flags:
+            parameter.requires_grad_(id(parameter) in target_ids)
         yield
     finally:
-        for parameter, flag in before:
+        for parameter, flag in saved_flags:
             parameter.requires_grad_(flag)

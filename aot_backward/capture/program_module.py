@@ -79,9 +79,9 @@ def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
         out["self"] = owner
     code = inspect.unwrap(function)
     if inspect.isfunction(code) or inspect.ismethod(code):
-        found = inspect.getclosurevars(code)
-        loaded = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars also reports attributes as globals
-        out.update({n: v for n, v in found.globals.items() if n in loaded} | dict(found.nonlocals))
+        variables = inspect.getclosurevars(code)
+        loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars also reports attributes as globals
+        out.update({n: v for n, v in variables.globals.items() if n in loads} | dict(variables.nonlocals))
     return out
 
 

@@ -138,15 +138,15 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *dlast: Tensor) -> Any:
-        kind, count, many = ctx.kind, ctx.count, ctx.count + len(dlast)
+        kind, count, num_inputs = ctx.kind, ctx.count, ctx.count + len(dlast)
         x, *tensors = ctx.saved_tensors
-        inputs, saved = tensors[:many], tensors[many:]
+        inputs, saved = tensors[:num_inputs], tensors[num_inputs:]
         if torch.is_grad_enabled():  # the gradient is differentiated again; autograd takes what was saved for constants
             return None, None, *_differentiable(kind, count, [x, *inputs], ctx.needs_input_grad[2:], [dy, *dlast])
         dcarry, (part, *others) = _scan(kind.backward, dlast, [dy, *saved], inputs[:count], reverse=True)
-        before = kind.before(inputs[count], saved)
+        hidden = kind.before(inputs[count], saved)
         dx, *dextra = kind.gradients(part, others, saved)
-        return None, None, dx, _over_steps(part, before), *dextra[: count - 1], *dcarry
+        return None, None, dx, _over_steps(part, hidden), *dextra[: count - 1], *dcarry
 
 
 def _scan(body: Callable[..., list[Tensor]], carry: Any, rows: list[Tensor], weights: Any, *, reverse: bool = False) -> tuple[Any, Any]:
@@ -175,10 +175,10 @@ def _differentiable(kind: _Kind, count: int, inputs: list[Tensor], needed: Any, 
     """Return gradients that can be differentiated again."""
     if isinstance(inputs[0].shape[0], torch.SymInt):
         raise ExportError("the gradient of a recurrent layer is differentiated again, and its length is dynamic. Make the length static.")
-    places = [n for n, wanted in enumerate(needed) if wanted]
-    made = torch.autograd.grad(_step_by_step(kind, count, *inputs), [inputs[n] for n in places], grads, create_graph=True, allow_unused=True)
-    found = dict(zip(places, made, strict=True))
-    return [found.get(n) for n in range(len(inputs))]
+    indices = [n for n, needs_grad in enumerate(needed) if needs_grad]
+    gradients = torch.autograd.grad(_step_by_step(kind, count, *inputs), [inputs[n] for n in indices], grads, create_graph=True, allow_unused=True)
+    by_index = dict(zip(indices, gradients, strict=True))
+    return [by_index.get(n) for n in range(len(inputs))]
 
 
 def lstm(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,15 +68,15 @@ def trace_program(
     diagnostics.refuse_inputs(args, kwargs)
     example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
     with (
-        attribute_writes.recorded_writes(program) as written,
-        diagnostics.errors_of_a_trace(program, written, lambda: program(*args, **kwargs)),
+        attribute_writes.recorded_writes(program) as writes,
+        diagnostics.errors_of_a_trace(program, writes, lambda: program(*args, **kwargs)),
         preserve.slots_kept(program),
         hooks.refused_or_traced(program),
         no_unseen_randomness(),
     ):
         on_parameters = hooks.of_parameters(program, kind)
         joint = _traced_with_retries(example, eager_refuses)
-    diagnostics.refuse_assigned_buffers(program, written)
+    diagnostics.refuse_assigned_buffers(program, writes)
     return replace(joint, hooks=on_parameters)
 
 
@@ -88,31 +88,31 @@ def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str
     - A size of 0 or 1 that eager itself refuses is removed from the declared range.
     - Outputs that turn out to be views are copied.
     """
-    copied: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()
     size_one = example.dynamic_shapes is not None
-    refused: Exception | None = None
+    first_error: Exception | None = None
     while True:
         try:
             with sizes_of_one_open() if size_one else contextlib.nullcontext():
-                joint, views = _traced(example, copied)
+                joint, views = _traced(example, copies)
         except (Narrowed, torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode) as error:
-            least = error.minimum if isinstance(error, Narrowed) else {}
-            if least and all(eager_refuses({name: n - 1}) for name, n in least.items()):
-                example = replace(example, dynamic_shapes=spellings.with_minimum(example.dynamic_shapes, least))
+            minima = error.minimum if isinstance(error, Narrowed) else {}
+            if minima and all(eager_refuses({name: n - 1}) for name, n in minima.items()):
+                example = replace(example, dynamic_shapes=spellings.with_minimum(example.dynamic_shapes, minima))
                 continue
             if not size_one:
-                if refused is None:
+                if first_error is None:
                     raise
-                raise refused from error
-            size_one, refused = False, error
+                raise first_error from error
+            size_one, first_error = False, error
             continue
         if joint is not None:
-            if refused is not None and any(joint.sizes.narrowed()):
-                raise refused
+            if first_error is not None and any(joint.sizes.narrowed()):
+                raise first_error
             return joint
-        if copied >= views:
+        if copies >= views:
             raise ExportError(f"outputs {sorted(views)} still share memory with an input after being copied")
-        copied |= views
+        copies |= views
 
 
 def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, frozenset[int]]:
@@ -125,9 +125,9 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
     flat = FlatProgram(example.program, (fake_args, fake_kwargs), copied, example.first_only)
     inputs = tuple(v for v in flat.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, flat.flat, strict=True) if isinstance(v, torch.Tensor))
-    stated = spellings.declared(shapes, signature, args, kwargs)
-    env, declared = fake_mode.shape_env, narrowed.declared_sizes(stated, inputs, tensor_names)
-    _guard_bounds(stated, inputs, tensor_names)
+    dim_specs = spellings.declared(shapes, signature, args, kwargs)
+    env, declared = fake_mode.shape_env, narrowed.declared_sizes(dim_specs, inputs, tensor_names)
+    _guard_bounds(dim_specs, inputs, tensor_names)
 
     def settle(graph: GraphModule, places: Places) -> Sizes:
         # raises if the trace narrowed a declared size; may also replace one symbol by another, so read the sizes afterwards
@@ -137,18 +137,18 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
             raise narrowed.refused(env, declared, places, error) or error from error
         env.frozen = False  # the partitioner and the compiler still add guards
         sizes = Sizes.of_inputs(env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()})
-        of = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
-        ranges = {name: narrowed.bounds(getattr(dim, "root", dim)) for name, dim in of.items()}  # 2 * Dim("half") has a root
+        symbol_dims = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
+        ranges = {name: narrowed.bounds(getattr(dim, "root", dim)) for name, dim in symbol_dims.items()}  # 2 * Dim("half") has a root
         return replace(sizes, declared=ranges, places=places)
 
     ambient = current_ambient(device_type(args, kwargs, example.program))
-    about = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
-    required = [t.requires_grad for t in inputs]
-    joint, views = joint_of(flat, inputs, about, settle)
+    facts = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))
+    requires_grad = [t.requires_grad for t in inputs]
+    joint, views = joint_of(flat, inputs, facts, settle)
     if joint is None:
         return None, views
     for i, name in enumerate(tensor_names):
-        if ("input", i) in joint.gradients and not required[i]:
+        if ("input", i) in joint.gradients and not requires_grad[i]:
             raise ExportError(
                 f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
                 f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
@@ -215,10 +215,10 @@ def _described_joint(
     if len(results) != len(descriptors):  # otherwise None leaves would shift results against descriptors
         results = list(pytree.tree_flatten(output_node.args[0], is_leaf=lambda v: v is None)[0])
 
-    first = len(meta.mutated_inp_runtime_indices)
-    count = first + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
+    start = len(meta.mutated_inp_runtime_indices)
+    count = start + meta.num_outputs + meta.num_intermediate_bases + meta.num_outputs_rng_offset
     outputs: list[Any] = []
-    for value, info in zip(results[first:], meta.output_info, strict=False):
+    for value, info in zip(results[start:], meta.output_info, strict=False):
         if info.output_type is torch_api.OutputType.is_input:
             outputs.append(("state", state[info.base_idx]) if info.base_idx < len(state) else ("input", info.base_idx - len(state)))
         else:
@@ -242,7 +242,7 @@ def _described_joint(
         input_names=about.input_names,
         argument_names=about.argument_names,
         in_tree=about.in_tree,
-        out_tree=_out_tree(described.out_spec, results[first : first + meta.num_outputs], outputs, flat.constants, sizes),
+        out_tree=_out_tree(described.out_spec, results[start : start + meta.num_outputs], outputs, flat.constants, sizes),
         ambient=about.ambient,
         trace_inputs=captured.updated_flat_args,
     )
@@ -263,17 +263,17 @@ def _place_of(descriptor: Any) -> tuple[str, Any]:
 
 def _views(meta: Any) -> frozenset[int]:
     """Return the outputs that share memory with an input or with another output."""
-    own = (torch_api.OutputType.non_alias, torch_api.OutputType.unsafe_view_alias, torch_api.OutputType.is_input)
-    return frozenset(i for i, o in enumerate(meta.output_info) if o.output_type not in own)
+    fresh_types = (torch_api.OutputType.non_alias, torch_api.OutputType.unsafe_view_alias, torch_api.OutputType.is_input)
+    return frozenset(i for i, o in enumerate(meta.output_info) if o.output_type not in fresh_types)
 
 
 def _repeats(graph: GraphModule, meta: Any) -> frozenset[int]:
     """Return the outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
     flat = pytree.tree_flatten(fx_graph.output_of(graph.graph).args[0], is_leaf=lambda v: v is None)[0]
-    first = len(meta.mutated_inp_runtime_indices)
+    start = len(meta.mutated_inp_runtime_indices)
     seen: set[Any] = set()
     out = set()
-    for i, (value, info) in enumerate(zip(flat[first : first + meta.num_outputs], meta.output_info, strict=True)):
+    for i, (value, info) in enumerate(zip(flat[start : start + meta.num_outputs], meta.output_info, strict=True)):
         if isinstance(value, Node) and info.output_type is not torch_api.OutputType.is_input:
             if value in seen:
                 out.add(i)
@@ -311,13 +311,13 @@ def _dims(owner: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any) -> dict
     """Return (flat tensor, dimension) -> its ``torch.export.Dim``, or an expression of one."""
     if dynamic_shapes is None:
         return {}
-    combined = torch_api._combine_args(owner, args, kwargs)
+    arguments = torch_api._combine_args(owner, args, kwargs)
     try:
-        torch_api._process_dynamic_shapes(combined, dynamic_shapes)
+        torch_api._process_dynamic_shapes(arguments, dynamic_shapes)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
+        cause = str(error).strip().partition("\n")[0]
         raise ExportError(
-            f"dynamic_shapes does not fit the example: {first}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
+            f"dynamic_shapes does not fit the example: {cause}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
             "argument with fixed sizes"
         ) from error
     declared = spellings.declared(dynamic_shapes, owner.forward, args, kwargs)

@@ -50,14 +50,14 @@ def _control_flow_compiled_anew() -> Iterator[None]:
     Dynamo caches results by the code object of the operator's wrapper. The guards of an earlier call (eager's, or another export's) would fix
     dynamic sizes when they are evaluated on them. Sizes that changed between calls would become symbols that Inductor does not know.
     """
-    compile, owner = torch.compile, threading.get_ident()
+    torch_compile, owner = torch.compile, threading.get_ident()
 
     def compile_anew(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, FunctionType) and threading.get_ident() == owner:
             copy = FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
             copy.__kwdefaults__ = model.__kwdefaults__
             model = copy
-        return compile(model, *args, **kwargs)
+        return torch_compile(model, *args, **kwargs)
 
     with torch_api.dynamo_config.patch(automatic_dynamic_shapes=False), patched(torch, compile=compile_anew):
         yield
@@ -86,20 +86,20 @@ def _checks_as_plain_operators() -> Iterator[None]:
 def no_unseen_randomness() -> Iterator[None]:
     """Refuse a program that consumes random numbers of Python or NumPy, which a trace does not see; restore their generators."""
     numpy: Any = sys.modules.get("numpy")
-    before, numpy_before = random.getstate(), numpy and numpy.random.get_state(legacy=False)
+    state, numpy_state = random.getstate(), numpy and numpy.random.get_state(legacy=False)
     try:
         yield
-        consumed = ["random"] if random.getstate() != before else []
+        modules = ["random"] if random.getstate() != state else []
         if numpy:
-            pairs = zip(_numbers(numpy_before), _numbers(numpy.random.get_state(legacy=False)), strict=True)
-            consumed += ["numpy.random"] if any(numpy.any(a != b) for a, b in pairs) else []
+            pairs = zip(_numbers(numpy_state), _numbers(numpy.random.get_state(legacy=False)), strict=True)
+            modules += ["numpy.random"] if any(numpy.any(a != b) for a, b in pairs) else []
     finally:
-        random.setstate(before)
+        random.setstate(state)
         if numpy:
-            numpy.random.set_state(numpy_before)
-    if consumed:
+            numpy.random.set_state(numpy_state)
+    if modules:
         raise ExportError(
-            f"the forward draws numbers with Python's {consumed[0]}, and a package would have the same ones at every call: draw them with torch, or "
+            f"the forward draws numbers with Python's {modules[0]}, and a package would have the same ones at every call: draw them with torch, or "
             "outside, and pass them as a tensor"
         )
 

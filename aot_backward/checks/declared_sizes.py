@@ -47,10 +47,10 @@ def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, exa
     for guard in spec.guards:
         for values in itertools.islice(_against(guard, spec.symbols, sizes, first), _SIZES_TRIED):
             if served(values):
-                named = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
+                text = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
                 raise ExportError(
                     f"dynamic_shapes: expected code for all declared sizes, got code that is valid only if {contract.words(guard)}, which excludes "
-                    f"{named}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
+                    f"{text}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
                     "export a variant for other sizes"
                 )
 
@@ -68,9 +68,9 @@ def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple
     return not _eager_serves(program, example, [example.with_tensors(changed)])
 
 
-def _eager_serves(program: nn.Module, example: Example, tried: Sequence[Example]) -> bool:
+def _eager_serves(program: nn.Module, example: Example, examples: Sequence[Example]) -> bool:
     """Try also with zeros for integers: an index may be out of range if a size is smaller than the example's."""
-    for one in (*tried, *(e.with_tensors([_zeros_for_integers(t) for t in e.tensors]) for e in tried)):
+    for candidate in (*examples, *(e.with_tensors([_zeros_for_integers(t) for t in e.tensors]) for e in examples)):
         with (
             preserve.in_mode(program, example.mode),
             preserve.slots_kept(program),
@@ -78,7 +78,7 @@ def _eager_serves(program: nn.Module, example: Example, tried: Sequence[Example]
             torch.no_grad(),
             contextlib.suppress(Exception),  # eager refuses the sizes with any exception
         ):
-            program(*one.args, **one.kwargs)
+            program(*candidate.args, **candidate.kwargs)
             return True
     return False
 
@@ -98,23 +98,23 @@ def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:
 def _against(guard: str, symbols: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield declared sizes that violate ``guard``, sizes that only enlarge the example first. Yield none if the guard contains a size that is only a
     hint, because a trace may narrow it."""
-    involved = [s for s in symbols if _occurs(s.name, guard)]
-    if any(s.name not in sizes.declared for s in involved):
+    guard_symbols = [s for s in symbols if _occurs(s.name, guard)]
+    if any(s.name not in sizes.declared for s in guard_symbols):
         return
     choices = []
-    for symbol in involved:
+    for symbol in guard_symbols:
         low, high = sizes.declared[symbol.name]
-        near = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | {
+        options = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | {
             2 * first[symbol.name],
             *([high] if high is not None and high < 100 else []),
         }
-        choices.append(sorted(n for n in near if low <= n and (high is None or n <= high)))
-    found = [
-        {**first, **dict(zip((s.name for s in involved), values, strict=True))}
+        choices.append(sorted(n for n in options if low <= n and (high is None or n <= high)))
+    candidates = [
+        {**first, **dict(zip((s.name for s in guard_symbols), values, strict=True))}
         for values in itertools.product(*choices)
-        if not evaluate(guard, {**first, **dict(zip((s.name for s in involved), values, strict=True))})
+        if not evaluate(guard, {**first, **dict(zip((s.name for s in guard_symbols), values, strict=True))})
     ]
-    yield from sorted(found, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
+    yield from sorted(candidates, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
 
 
 def _occurs(name: str, guard: str) -> bool:
@@ -132,5 +132,5 @@ def _label(symbol: SymbolSpec, spec: VariantSpec) -> str:
 
 def _where(sizes: Sizes, text: str) -> str:
     """Return the origin of a guard that contains ``text``, or of the first guard on a symbol."""
-    asked = sizes.origin(text)
-    return "".join(f", {part}" for part in (asked.where, asked.operator) if part) if asked else ""
+    origin = sizes.origin(text)
+    return "".join(f", {part}" for part in (origin.where, origin.operator) if part) if origin else ""

@@ -69,37 +69,37 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
     for number_of_size, sized in enumerate(sizes):
-        where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
+        location = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
         cotangents = cotangents_at(spec, sized.values)
-        given = _Given(case, sized.example, spec, cotangents)
+        eager_run = _Given(case, sized.example, spec, cotangents)
         try:
-            eager = given.results()
+            eager = eager_run.results()
         except Exception as error:
             if number_of_size == 0:
                 raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
             continue  # eager refuses this size (one row for BatchNorm, an index out of range): nothing to compare with
         _refuse_sparse(entry, eager)
-        reference, sketches = _reference(given, eager)
+        reference, sketches = _reference(eager_run, eager)
         package = load()
-        actual = _results_of_entry(package, entry, given, where)
-        inferred = _results_of_entry(package, entry, given, where, inference=True) if infers_apart(spec) else {}
+        actual = _results_of_entry(package, entry, eager_run, location)
+        inferred = _results_of_entry(package, entry, eager_run, location, inference=True) if infers_apart(spec) else {}
         del package
         comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
-        if cancelling := [c.name for c in comparisons if c.wrong and reference.float64 and _is_single_output(c.name, eager)]:
-            reference = _with_largest_moves(given, reference, eager, cancelling)
+        if names := [c.name for c in comparisons if c.wrong and reference.float64 and _is_single_output(c.name, eager)]:
+            reference = _with_largest_moves(eager_run, reference, eager, names)
             comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         _check_strides(entry, actual, eager)
-        without = compare_results(inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision)
-        for comparison in (*comparisons, *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in without)):
+        inference_comparisons = compare_results(inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision)
+        for comparison in (*comparisons, *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in inference_comparisons)):
             if comparison.wrong:
                 raise WrongResult(
-                    f"{where}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
+                    f"{location}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                     f"nothing was written{_changed_numbers(case.program, numbers)}"
                 )
             worst = max(comparison, worst, key=attrgetter("ratio"))
         del actual
         if number_of_size == 0:
-            _check_accumulated(entry, given.results(accumulated=True), eager, reference, case.reduced_precision)
+            _check_accumulated(entry, eager_run.results(accumulated=True), eager, reference, case.reduced_precision)
             allowed = _allowed_of_eager(comparisons, eager, reference)
             _store(stored, f"{entry}/{number}", sized.example, cotangents, eager, allowed, sketches)
         if not any(e is not None and is_nan_throughout(e) for e in eager.values()):
@@ -115,8 +115,8 @@ def is_right(entry: str, case: Case, example: Example, package: Package, spec: V
     try:
         eager = results_of_eager(case.program, example, case.wrt, spec, cotangents)
         actual = results_of_entry(package, entry, spec, example, cotangents)
-        itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
-        return not any(c.wrong for c in compare_results(actual, eager, itself, reduced_precision=True))
+        reference = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
+        return not any(c.wrong for c in compare_results(actual, eager, reference, reduced_precision=True))
     except (ExportError, RuntimeError):
         return False
 
@@ -163,9 +163,9 @@ class _Given:
         """Return eager's results in float64; with ``rounded``, on :func:`perturbed` parameters and inputs."""
         inputs = to_float64(self.example.tensors)
         example = self.example.with_tensors(perturbed(inputs) if rounded else inputs)
-        given = dataclasses.replace(self, example=example, cotangents=[c.double() for c in self.cotangents])
+        float64_run = dataclasses.replace(self, example=example, cotangents=[c.double() for c in self.cotangents])
         with in_float64(self.case.program, rounded=rounded):
-            return given.results(take=take)
+            return float64_run.results(take=take)
 
 
 class _OneAtATime:
@@ -208,47 +208,47 @@ class _OneAtATime:
             leaf.data = leaf.data.new_full((), math.nan).expand(leaf.shape)
 
 
-def _reference(given: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
+def _reference(eager_run: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
     """Return eager in float64, or ``eager`` itself if float64 computes something else. Also return sketches of the results in ``eager`` that float64
     results have replaced."""
-    program = given.case.program
-    itself = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
+    program = eager_run.case.program
+    eager_reference = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
     dtypes = {t.dtype for t in [*program.parameters(), *eager.values()] if t is not None}
     if consumed_cuda_rng(_device(eager)) or any(d.is_complex for d in dtypes):
-        return itself, {}
+        return eager_reference, {}
     if not any(d.is_floating_point and d is not torch.float64 for d in dtypes):
-        return itself, {}
-    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
-    for frees in (False,) if hooked else (True, False):
-        large = _OneAtATime(eager if len(given.spec.orders) == 1 else {}, frees=frees)
-        reference = _in_float64(given, eager, large)
+        return eager_reference, {}
+    has_hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in program.parameters())
+    for frees in (False,) if has_hooks else (True, False):
+        large = _OneAtATime(eager if len(eager_run.spec.orders) == 1 else {}, frees=frees)
+        reference = _in_float64(eager_run, eager, large)
         if reference is not None:
             return reference, large.sketches
         if not large.sketches:
             break
-        eager.update(given.results())
-    return itself, {}
+        eager.update(eager_run.results())
+    return eager_reference, {}
 
 
-def _in_float64(given: _Given, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
+def _in_float64(eager_run: _Given, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
     """Return eager's results in float64, or None if float64 computes something else."""
-    looks = {n: None if e is None else e.shape for n, e in eager.items()}
+    shapes = {n: None if e is None else e.shape for n, e in eager.items()}
     try:
         with torch.autocast(_device(eager), enabled=False):
-            beside = given.in_float64(rounded=True, take=large.take_beside if large.sketches else None)
-            exact = given.in_float64(rounded=False, take=large.take if large.sketches else None)
+            perturbed_results = eager_run.in_float64(rounded=True, take=large.take_beside if large.sketches else None)
+            exact = eager_run.in_float64(rounded=False, take=large.take if large.sketches else None)
     except Exception:  # whatever fails in float64, eager is the next best reference
         exact = {}
-    if {n: None if t is None else t.shape for n, t in exact.items()} == looks and large.finite and large.errors.keys() == large.sketches.keys():
+    if {n: None if t is None else t.shape for n, t in exact.items()} == shapes and large.finite and large.errors.keys() == large.sketches.keys():
         largest = _largest_gradient(exact)
-        moved = dict[str, float]()
+        moves = dict[str, float]()
         for name, t in exact.items():
             if t is not None:
-                other = beside[name]
-                further = large.moved[name] if name in large.moved or other is None else distance_of_finite(other, t)
-                moved[name] = min(further, 1e-3 * max(norm(t), largest))
-        reference = Reference(exact, moved, float64=True, eager_errors=large.errors)
-        if _is_same_computation(eager, reference, given.case.reduced_precision):
+                perturbed_result = perturbed_results[name]
+                move = large.moved[name] if name in large.moved or perturbed_result is None else distance_of_finite(perturbed_result, t)
+                moves[name] = min(move, 1e-3 * max(norm(t), largest))
+        reference = Reference(exact, moves, float64=True, eager_errors=large.errors)
+        if _is_same_computation(eager, reference, eager_run.case.reduced_precision):
             return reference
     return None
 
@@ -258,31 +258,31 @@ def _is_single_output(name: str, eager: Named) -> bool:
     return name.startswith("output[") and tensor is not None and tensor.numel() == 1 and tensor.is_floating_point()
 
 
-def _with_largest_moves(given: _Given, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
+def _with_largest_moves(eager_run: _Given, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
     """Return ``reference`` with each of ``names``, outputs of one number, moving by at least an eighth of its largest move."""
-    moved, largest = dict(reference.moved), _largest_gradient(reference.results)
+    moves, largest = dict(reference.moved), _largest_gradient(reference.results)
     for name in names:
         e, t = eager[name], reference.results[name]
         assert e is not None and t is not None
-        further = _largest_move(given, int(name[len("output[") : -1]), e) / 8
-        moved[name] = max(moved[name], min(further, 1e-3 * max(norm(t), largest)))
-    return dataclasses.replace(reference, moved=moved)
+        move = _largest_move(eager_run, int(name[len("output[") : -1]), e) / 8
+        moves[name] = max(moves[name], min(move, 1e-3 * max(norm(t), largest)))
+    return dataclasses.replace(reference, moved=moves)
 
 
-def _largest_move(given: _Given, output: int, eager: torch.Tensor) -> float:
+def _largest_move(eager_run: _Given, output: int, eager: torch.Tensor) -> float:
     """Return Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, for t the single-number output ``output``. To first order, t moves by at
     most this much if each x changes by eps of its dtype, or of the dtype of ``eager`` (t in eager) if that is coarser. Return 0 if t cannot be
     differentiated by them."""
-    parameters = {n: p for n, p in given.case.program.named_parameters() if p.is_floating_point()}
-    inputs = {i: t for i, t in enumerate(given.example.tensors) if t.is_floating_point()}
+    parameters = {n: p for n, p in eager_run.case.program.named_parameters() if p.is_floating_point()}
+    inputs = {i: t for i, t in enumerate(eager_run.example.tensors) if t.is_floating_point()}
     wrt = (*(("parameter", n) for n in parameters), *(("input", i) for i in inputs))
-    example = given.example.with_tensors([t.requires_grad_() if i in inputs else t for i, t in enumerate(to_float64(given.example.tensors))])
+    example = eager_run.example.with_tensors([t.requires_grad_() if i in inputs else t for i, t in enumerate(to_float64(eager_run.example.tensors))])
     try:
-        with in_float64(given.case.program), torch.autocast(eager.device.type, enabled=False):
-            results = results_of_eager(given.case.program, example, wrt, given.spec, (), root=output)
+        with in_float64(eager_run.case.program), torch.autocast(eager.device.type, enabled=False):
+            results = results_of_eager(eager_run.case.program, example, wrt, eager_run.spec, (), root=output)
     except RuntimeError:  # the output cannot be differentiated, or the program writes to an input
         return 0.0
-    values = {n: t.detach() for n, t in [*parameters.items(), *((given.spec.inputs[i].name, t) for i, t in inputs.items())]}
+    values = {n: t.detach() for n, t in [*parameters.items(), *((eager_run.spec.inputs[i].name, t) for i, t in inputs.items())]}
     gradients = {n: results[f"gradient of {n}"] for n in values}
     eps = {n: max(torch.finfo(t.dtype).eps, torch.finfo(eager.dtype).eps) for n, t in values.items()}
     return sum(eps[n] * float((g * values[n]).abs().sum()) for n, g in gradients.items() if g is not None)
@@ -312,18 +312,18 @@ def _is_same_computation(eager: Named, reference: Reference[Named], reduced_prec
     return True
 
 
-def _results_of_entry(package: Package, entry: str, given: _Given, where: str, *, inference: bool = False) -> Named:
+def _results_of_entry(package: Package, entry: str, eager_run: _Given, location: str, *, inference: bool = False) -> Named:
     """Return the entry's results. Raise :class:`ExportError` if the compiled code fails."""
     try:
-        return results_of_entry(package, entry, given.spec, given.example, given.cotangents, inference=inference)
+        return results_of_entry(package, entry, eager_run.spec, eager_run.example, eager_run.cotangents, inference=inference)
     except Overwritten as error:
-        raise ExportError(f"{where}: {error}; nothing was written") from error
+        raise ExportError(f"{location}: {error}; nothing was written") from error
     except RuntimeError as error:
-        called, first = _called(package, given.spec), str(error).partition("\n")[0]
+        operators, message = _called(package, eager_run.spec), str(error).partition("\n")[0]
         raise ExportError.of(
-            called[0] if len(called) == 1 else "",
-            f"{where}: the compiled code fails, and eager does not: {first}"
-            + (f". The code calls operators that are not compiled: {', '.join(called)}. Leave them to eager" if called else ""),
+            operators[0] if len(operators) == 1 else "",
+            f"{location}: the compiled code fails, and eager does not: {message}"
+            + (f". The code calls operators that are not compiled: {', '.join(operators)}. Leave them to eager" if operators else ""),
         ) from error
 
 
@@ -373,8 +373,8 @@ def _number_attributes(program: nn.Module) -> dict[str, Any]:
 
 def _changed_numbers(program: nn.Module, before: Mapping[str, Any]) -> str:
     names = [n for n, v in _number_attributes(program).items() if before.get(n, v) != v]
-    named = ", ".join(map(repr, names))
-    return f". The forward changes {named}, which a package does not store: register it as a buffer, and change that in place" if names else ""
+    text = ", ".join(map(repr, names))
+    return f". The forward changes {text}, which a package does not store: register it as a buffer, and change that in place" if names else ""
 
 
 def _allowed_of_eager(comparisons: Sequence[Comparison], eager: Named, reference: Reference[Named]) -> dict[str, float]:
@@ -403,12 +403,12 @@ def _store(
             stored_results.store(stored, prefix, name, result, allowed.get(name, 0.0))
 
 
-def _largest_gradient(named: Named) -> float:
-    return max((norm(g) for n, g in named.items() if g is not None and n.startswith("gradient")), default=0.0)
+def _largest_gradient(results: Named) -> float:
+    return max((norm(g) for n, g in results.items() if g is not None and n.startswith("gradient")), default=0.0)
 
 
-def _device(named: Named) -> str:
-    return next((t.device.type for t in named.values() if t is not None), "cpu")
+def _device(results: Named) -> str:
+    return next((t.device.type for t in results.values() if t is not None), "cpu")
 
 
 def _distance(name: str, eager: torch.Tensor | None, reference: Reference[Named]) -> float:

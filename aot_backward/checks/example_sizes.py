@@ -61,14 +61,14 @@ def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None 
     yield Sized(example, first, _label(spec, first))
     if not spec.symbols:
         return
-    tried = [first]
+    assignments = [first]
     for values in (
         _discriminating_sizes(contract, spec.symbols, first),
         _smallest_sizes(contract, spec.symbols),
         *({**first, s.name: 1} for s in spec.symbols),  # a trace assumes that no size is 1 (process_state.sizes_of_one_open)
     ):
-        if values is not None and values not in tried and _allowed(contract, spec.symbols, values):
-            tried.append(values)
+        if values is not None and values not in assignments and _allowed(contract, spec.symbols, values):
+            assignments.append(values)
             yield Sized(resized(spec, example, values), values, _label(spec, values))
 
 
@@ -90,8 +90,10 @@ def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Te
     out = []
     for c in spec.cotangents:
         dtype = dtype_of(c.dtype)
-        drawn = torch.randn([evaluate(s, values) for s in c.shape], generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-        out.append(drawn.to(dtype).to(c.device))
+        sample = torch.randn(
+            [evaluate(s, values) for s in c.shape], generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32
+        )
+        out.append(sample.to(dtype).to(c.device))
     return out
 
 
@@ -134,11 +136,11 @@ def _resize(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, int]) -
 def resized_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Resize ``tensor`` by repeating or dropping rows along each dimension, so that the program accepts the values."""
     out = tensor.detach()
-    for d, wanted in enumerate(shape):
-        if out.shape[d] != wanted:
+    for d, size in enumerate(shape):
+        if out.shape[d] != size:
             if out.shape[d] == 0:
                 raise InputError("an example of size 0 cannot be enlarged")
-            out = out.index_select(d, torch.arange(wanted, device=out.device) % out.shape[d])
+            out = out.index_select(d, torch.arange(size, device=out.device) % out.shape[d])
             if out.is_floating_point():
                 out = out + 0.01 * torch.randn_like(out)  # repeated rows would hide a mixed-up batch
     return out

@@ -29,17 +29,17 @@ def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
         for tensor in {id(t): t for t in [*program.parameters(), *program.buffers()]}.values():
             if tensor.is_floating_point():
                 wide = tensor.detach().to(torch.float64, copy=True)
-                other = (_perturb(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
+                replacement = (_perturb(wide) if rounded else wide).requires_grad_(tensor.requires_grad)
                 if tensor._backward_hooks is not None:  # an empty dict may get a hook later; the copy must share it
-                    other._backward_hooks = tensor._backward_hooks
-                swap(tensor, other)
-                swapped.append((tensor, other))
+                    replacement._backward_hooks = tensor._backward_hooks
+                swap(tensor, replacement)
+                swapped.append((tensor, replacement))
         torch.set_default_dtype(torch.float64)
         yield
     finally:
         torch.set_default_dtype(default)
-        for tensor, other in swapped:
-            swap(tensor, other)
+        for tensor, replacement in swapped:
+            swap(tensor, replacement)
 
 
 def to_float64(value: Any) -> Any:

@@ -96,13 +96,13 @@ def check_pass(
         constants = {c.weight: weights[c.weight].to(device) for c in spec.constants}
         library.bind((constants, ()))
         for values in _sizes(variant, spec, graphs[name]):
-            for most in (3, 1, 0):  # integers may be indices into few elements; then the operators, which run first, raise
+            for maximum in (3, 1, 0):  # integers may be indices into few elements; then the operators, which run first, raise
                 try:
-                    inputs = [_random_input(described, values, i, most) for i, described in enumerate(spec.inputs)]
+                    inputs = [_random_input(described, values, i, maximum) for i, described in enumerate(spec.inputs)]
                     _compare_call(name, spec, graphs[name], inputs, constants, library.run, findings, "a recorded pass")
                     break
                 except _Refused as error:
-                    if most == 0 and not labels:
+                    if maximum == 0 and not labels:
                         raise ExportError(
                             f"a recorded pass: PyTorch's own operators fail on made-up numbers: {error}; nothing was written"
                         ) from error
@@ -131,7 +131,7 @@ def check_clipping(manifest: Manifest, clipping: ClippingSpec, paths: Mapping[st
 
 
 def _check_written(
-    what: str,
+    subject: str,
     manifest: Manifest,
     name: str,
     paths: Mapping[str, Path],
@@ -147,13 +147,13 @@ def _check_written(
     run_graph(graphs[name].module, expected, {})
     library.run(actual)
     coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graphs[name].module)), default=0.0)
-    written = list(zip(spec.inputs, actual, expected, strict=True))[places.start : places.stop]
-    largest = max((norm(e) for _, _, e in written if e.is_floating_point()), default=0.0)
-    for described, a, e in written:
+    comparisons = list(zip(spec.inputs, actual, expected, strict=True))[places.start : places.stop]
+    largest = max((norm(e) for _, _, e in comparisons if e.is_floating_point()), default=0.0)
+    for described, a, e in comparisons:
         ratio = _compare(described.name, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
-                f"{what}: {described.name} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
+                f"{subject}: {described.name} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
                 f"{ratio:.3g} times the tolerance; nothing was written"
             )
         findings.add(described.name, ratio)
@@ -164,36 +164,36 @@ def _sizes(variant: PassSpec, spec: LibrarySpec, graph: Graph) -> Iterator[dict[
     """Yield the sizes of the example, then others if the variant allows any."""
     first: dict[str, int] = {}
     for node, described in zip(graph.module.graph.find_nodes(op="placeholder"), spec.inputs, strict=True):
-        for size, stated in zip(node.meta["val"].shape, described.shape, strict=True):
-            if isinstance(stated, str) and stated.isidentifier():
-                first[stated] = int(size.node.hint) if isinstance(size, torch.SymInt) else size
-    needed = {s for described in spec.inputs for size in (*described.shape, *described.stride) for s in symbols_of(size)}
-    if needed - first.keys():
+        for size, dim in zip(node.meta["val"].shape, described.shape, strict=True):
+            if isinstance(dim, str) and dim.isidentifier():
+                first[dim] = int(size.node.hint) if isinstance(size, torch.SymInt) else size
+    names = {s for described in spec.inputs for size in (*described.shape, *described.stride) for s in symbols_of(size)}
+    if names - first.keys():
         raise ExportError(
-            f"{spec.member}: the sizes {', '.join(sorted(needed - first.keys()))} cannot be computed from its inputs; report this as a bug"
+            f"{spec.member}: the sizes {', '.join(sorted(names - first.keys()))} cannot be computed from its inputs; report this as a bug"
         )
     yield first
     symbols = [s for s in variant.symbols if s.name in first]
     for factor in (1, 2, 3, 4, 8):
-        other = {s.name: first[s.name] + factor * (i + 1) for i, s in enumerate(symbols)}
-        inside = all(s.minimum <= other[s.name] and (s.maximum is None or other[s.name] <= s.maximum) for s in symbols)
-        if symbols and inside and all(evaluate(g, other) for g in variant.guards if symbols_of(g) <= other.keys()):
-            yield other
+        sizes = {s.name: first[s.name] + factor * (i + 1) for i, s in enumerate(symbols)}
+        inside = all(s.minimum <= sizes[s.name] and (s.maximum is None or sizes[s.name] <= s.maximum) for s in symbols)
+        if symbols and inside and all(evaluate(g, sizes) for g in variant.guards if symbols_of(g) <= sizes.keys()):
+            yield sizes
             return
 
 
-def _random_input(described: TensorSpec, values: Mapping[str, int], seed: int, most: int) -> torch.Tensor:
-    """Return a random tensor. ``most``: the largest integer."""
+def _random_input(described: TensorSpec, values: Mapping[str, int], seed: int, maximum: int) -> torch.Tensor:
+    """Return a random tensor. ``maximum``: the largest integer."""
     shape, stride = [evaluate(s, values) for s in described.shape], [evaluate(s, values) for s in described.stride]
     dtype, generator = dtype_of(described.dtype), torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
-        drawn = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+        sample = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
     else:
-        drawn = torch.randint(0, 2 if dtype == torch.bool else most + 1, shape, generator=generator).to(dtype)
-    drawn = drawn.to(described.device)
+        sample = torch.randint(0, 2 if dtype == torch.bool else maximum + 1, shape, generator=generator).to(dtype)
+    sample = sample.to(described.device)
     if any(s == 0 and n > 1 for n, s in zip(shape, stride, strict=True)):
-        return drawn[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)].expand(shape)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=drawn.device).copy_(drawn)
+        return sample[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)].expand(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=sample.device).copy_(sample)
 
 
 class _Refused(Exception):
@@ -201,15 +201,15 @@ class _Refused(Exception):
 
 
 @contextlib.contextmanager
-def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, what: str) -> Iterator[None]:
+def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings, subject: str) -> Iterator[None]:
     """Compare every graph that ``package`` opens, each time it is called inside."""
-    loaded = Library._load
+    load = Library._load
 
     def load_watched(library: Library) -> Any:
         name = next((n for n, spec in package.manifest.libraries.items() if spec is library.spec), None)
         if name is None:  # another thread is loading another package
-            return loaded(library)
-        return _Watched(loaded(library), name, library.spec, graphs[name], findings, what)
+            return load(library)
+        return _Watched(load(library), name, library.spec, graphs[name], findings, subject)
 
     with patched(Library, _load=load_watched):
         yield
@@ -218,8 +218,8 @@ def _watched(package: Package, graphs: Mapping[str, Graph], findings: _Findings,
 class _Watched:
     """Runner of a library that compares each call."""
 
-    def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, what: str):
-        self._runner, self._name, self._spec, self._graph, self._findings, self._what = runner, name, spec, graph, findings, what
+    def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, subject: str):
+        self._runner, self._name, self._spec, self._graph, self._findings, self._what = runner, name, spec, graph, findings, subject
         self._constants: dict[str, torch.Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -239,16 +239,16 @@ class _Watched:
 
 def _compare_call(
     name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
-    what: str,
+    subject: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Compare a call of ``run`` and return its results. The operators run on the CPU, where the graph was captured. A graph that draws random numbers
     is not compared on a GPU, because the CPU draws others."""
     if consumes_rng(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
         return list(run(list(inputs)))
-    kept, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
+    copies, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
         try:
-            expected = run_graph(graph.module, kept, {target: weights[key] for target, (key, _) in graph.constants.items()})
+            expected = run_graph(graph.module, copies, {target: weights[key] for target, (key, _) in graph.constants.items()})
         except Exception as error:  # an index out of range is an IndexError; an operator written in Python may raise any exception
             raise _Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     actual = run(list(inputs))
@@ -261,7 +261,7 @@ def _compare_call(
         ratio = _compare(label, a, e, largest, coarsest).ratio
         if not ratio <= 1:
             raise ExportError(
-                f"{what}: {label} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
+                f"{subject}: {label} is wrong: the code compiled from the portable graph {name} differs from PyTorch's own operators by "
                 f"{ratio:.3g} times the tolerance; nothing was written"
             )
         findings.add(f"{label} of {name}", ratio)
@@ -276,8 +276,8 @@ def consumes_rng(graph: Graph) -> bool:
 def _has_dropout(node: Node) -> bool:
     """Return False for attention without dropout, which has the tag of random operators all the same."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
 def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -33,21 +33,21 @@ def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, mic
         call = stack.enter_context(timed.compiled(package, spec, sized))
         stack.enter_context(_silent_profiler())
         call()
-        found = min((_kernels(call) for _ in range(_CALLS_PROFILED)), key=lambda kernels: sum(kernels.values()))
-    total = sum(found.values())
+        times = min((_kernels(call) for _ in range(_CALLS_PROFILED)), key=lambda kernels: sum(kernels.values()))
+    total = sum(times.values())
     if total < microseconds / 2:
         yield f"its kernels take {total:,.0f} of {microseconds:,.0f} µs: the rest is the fixed overhead of a call"
-    for name in sorted(found, key=lambda n: -found[n])[:_KERNELS_SHOWN]:
-        if found[name] > total / 10:
+    for name in sorted(times, key=lambda n: -times[n])[:_KERNELS_SHOWN]:
+        if times[name] > total / 10:
             lines = ", ".join(list(dict.fromkeys(_lines(name, graphs)))[:2])
-            yield f"{_words(name)} {found[name]:,.1f} µs{f' ({lines})' if lines else ''}"
+            yield f"{_words(name)} {times[name]:,.1f} µs{f' ({lines})' if lines else ''}"
 
 
 def _kernels(call: Call) -> dict[str, float]:
     """Return microseconds of one call by kernel."""
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         call()
-    return {e.key: e.cpu_time_total for e in profiled.key_averages() if _FUSED.match(e.key) or _CALLED.match(e.key)}
+    return {e.key: e.cpu_time_total for e in profiler.key_averages() if _FUSED.match(e.key) or _CALLED.match(e.key)}
 
 
 @contextlib.contextmanager
@@ -63,15 +63,15 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def _words(name: str) -> str:
-    fused = _FUSED.match(name)
-    called = _CALLED.match(name)
-    return f"fused {fused[1]}" if fused else called[1] if called else name
+    fused_match = _FUSED.match(name)
+    call_match = _CALLED.match(name)
+    return f"fused {fused_match[1]}" if fused_match else call_match[1] if call_match else name
 
 
 def _lines(name: str, graphs: Sequence[Graph]) -> Iterator[str]:
     """Yield the model's lines that contain the operators in a kernel's name."""
-    fused, called = _FUSED.match(name), _CALLED.match(name)
-    text = fused[1] if fused else called[1] if called else ""
+    fused_match, call_match = _FUSED.match(name), _CALLED.match(name)
+    text = fused_match[1] if fused_match else call_match[1] if call_match else ""
     for graph in graphs:
         for node in graph.module.graph.nodes:
             line = node.meta.get(LINE)

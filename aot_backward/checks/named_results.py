@@ -45,15 +45,15 @@ def results_of_entry(
     under ``no_grad``, which may run other code. Raise :class:`Overwritten` if a parameter or an input has changed."""
     out: Named = {}
     example = _fresh_leaves(example)
-    given = {described.name: t for described, t in zip(spec.inputs, example.tensors, strict=True)}
-    given |= {f"incoming gradient {i}": c for i, c in enumerate(cotangents)}
+    tensors = {described.name: t for described, t in zip(spec.inputs, example.tensors, strict=True)}
+    tensors |= {f"incoming gradient {i}": c for i, c in enumerate(cotangents)}
     torch.manual_seed(SEED)
     if package.manifest.entries[entry].kind == "grad":
         grad = package.grad(entry)
         if example.mode:
             grad.train(example.mode == "train")
-        given |= {n: t for n, t in grad.parameters.items() if t.requires_grad}
-        with preserve.values_kept(t for t in grad.parameters.values() if not t.requires_grad), _only_read(given):
+        tensors |= {n: t for n, t in grad.parameters.items() if t.requires_grad}
+        with preserve.values_kept(t for t in grad.parameters.values() if not t.requires_grad), _only_read(tensors):
             value, gradients = grad(*example.args, **example.kwargs)
             _add_outputs(out, value)
             names = package.manifest.entries[entry].names
@@ -67,7 +67,7 @@ def results_of_entry(
     with (
         preserve.values_kept(module.buffers()),
         preserve.requiring_alone(parameters.values(), targets.values()),
-        _only_read(given | parameters),
+        _only_read(tensors | parameters),
         torch.set_grad_enabled(not inference),
     ):
         outputs = _add_outputs(out, module(*example.args, **example.kwargs))
@@ -147,11 +147,11 @@ def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], ex
     """Return the tensors that a ``module`` variant has gradients for, by name."""
     out, inputs = {}, example.tensors
     for gradient in spec.backward.gradients if spec.backward else ():
-        kind, _, where = gradient.of.partition(":")
+        kind, _, key = gradient.of.partition(":")
         if kind == "parameter":
-            out[where] = parameters[where]
+            out[key] = parameters[key]
         else:
-            out[spec.inputs[int(where)].name] = inputs[int(where)]
+            out[spec.inputs[int(key)].name] = inputs[int(key)]
     return out
 
 
@@ -221,8 +221,8 @@ class _Taking:
     def _hook(self, name: str, target: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if id(target) in self.taken:
             raise RuntimeError(f"the {name} is computed twice")  # the program calls backward within its own backward
-        self.taken[id(target)] = kept = self._take(name, target, gradient)
-        return gradient if kept is gradient else gradient.new_zeros(()).expand_as(gradient)
+        self.taken[id(target)] = result = self._take(name, target, gradient)
+        return gradient if result is gradient else gradient.new_zeros(()).expand_as(gradient)
 
 
 def _gradients(
@@ -231,8 +231,8 @@ def _gradients(
     """Call ``torch.autograd.grad``; return results by "gradient of NAME"."""
     with taking.hooked(targets) if taking is not None else contextlib.nullcontext():
         gradients = torch.autograd.grad(roots, list(targets.values()), None if cotangents is None else list(cotangents), allow_unused=True)
-    taken = {} if taking is None else taking.taken
-    return {f"gradient of {n}": taken.get(id(t), g) for (n, t), g in zip(targets.items(), gradients, strict=True)}
+    replacements = {} if taking is None else taking.taken
+    return {f"gradient of {n}": replacements.get(id(t), g) for (n, t), g in zip(targets.items(), gradients, strict=True)}
 
 
 def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -248,16 +248,16 @@ def _accumulated(
 ) -> Named:
     """Return ``.grad`` of the ``targets`` in ``parameters`` after a caller's ``backward()`` of ``roots``, by "gradient of NAME". It passes no
     ``inputs=``, so that eager's kernels run as in training. The parameters' own ``.grad`` are restored."""
-    own = {id(p) for p in parameters.values()}
-    wanted = {n: t for n, t in targets.items() if id(t) in own}
-    if not wanted or not roots:
+    parameter_ids = {id(p) for p in parameters.values()}
+    leaves = {n: t for n, t in targets.items() if id(t) in parameter_ids}
+    if not leaves or not roots:
         return {}
     before = [(p, p.grad) for p in parameters.values()]
     try:
         for p, _ in before:
             p.grad = None
         torch.autograd.backward(roots, cotangents)
-        return {f"gradient of {n}": p.grad for n, p in wanted.items()}
+        return {f"gradient of {n}": p.grad for n, p in leaves.items()}
     finally:
         for p, grad in before:
             p.grad = grad
@@ -267,10 +267,10 @@ def _fresh_leaves(example: Example) -> Example:
     return example.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors])
 
 
-def _copied(named: Named, taking: _Taking | None = None) -> Named:
-    """Replace the tensors in ``named`` by copies, one after the other. Tensors from ``take`` are not shared and stay."""
-    own = set() if taking is None else {id(t) for t in taking.taken.values()}
-    for name, value in named.items():
-        if value is not None and id(value) not in own:
-            named[name] = value.detach().clone()
-    return named
+def _copied(results: Named, taking: _Taking | None = None) -> Named:
+    """Replace the tensors in ``results`` by copies, one after the other. Tensors from ``take`` are not shared and stay."""
+    taken_ids = set() if taking is None else {id(t) for t in taking.taken.values()}
+    for name, value in results.items():
+        if value is not None and id(value) not in taken_ids:
+            results[name] = value.detach().clone()
+    return results

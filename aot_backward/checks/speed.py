@@ -66,7 +66,7 @@ class ProgramTimed:
         if self._wrt is None:
             targets = list(differentiated(spec, parameters, example).values())
         else:
-            targets = [example.tensors[where] if kind == "input" else parameters[where] for kind, where in self._wrt]
+            targets = [example.tensors[key] if kind == "input" else parameters[key] for kind, key in self._wrt]
         with (
             preserve.in_mode(program, example.mode),
             preserve.slots_kept(program),
@@ -107,18 +107,18 @@ class StepTimed:
     def eager(self, spec: VariantSpec, sized: Sized) -> Iterator[Call]:
         case, example = self._case, sized.example
         program, optimizer, settings = case.program, case.optimizer, case.settings
-        trained = [p for p in program.module.parameters() if case.names.get(id(p)) in case.trained]
+        parameters = [p for p in program.module.parameters() if case.names.get(id(p)) in case.trained]
 
-        scaler = torch.amp.GradScaler(trained[0].device.type, settings.loss_scale or 1.0, enabled=settings.loss_scale is not None)
+        scaler = torch.amp.GradScaler(parameters[0].device.type, settings.loss_scale or 1.0, enabled=settings.loss_scale is not None)
 
         def call() -> None:
             optimizer.zero_grad(set_to_none=True)
             scaler.scale(pytree.tree_leaves(program(*example.args, **example.kwargs))[0]).backward()
             scaler.unscale_(optimizer)
             if settings.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
             if settings.clip_value is not None:
-                torch.nn.utils.clip_grad_value_(trained, settings.clip_value)
+                torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
             scaler.step(optimizer)
             scaler.update()
 

@@ -42,12 +42,12 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
     core = ctypes.CDLL(str(Path(native.library_dir()) / "libaotb_core.so"))
     names = set[str]()
     for library in libraries:
-        done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
-        names.update(line.split()[-1].partition("@")[0] for line in done.stdout.splitlines())
+        process = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        names.update(line.split()[-1].partition("@")[0] for line in process.stdout.splitlines())
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
-    absent = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
-    called = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in absent}
-    return sorted(called | {o.replace("::", ".") for o in by_name})
+    missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
+    missing_operators = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in missing}
+    return sorted(missing_operators | {o.replace("::", ".") for o in by_name})
 
 
 def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor]) -> str:
@@ -59,14 +59,14 @@ def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torc
             return ""
         file = path.with_suffix(".results")
         try:
-            found = _results(path, file, name, entry, number, stored)
-            wrong = _difference(found, stored, as_stored=entry.kind == "step")
+            results = _results(path, file, name, entry, number, stored)
+            difference = _difference(results, stored, as_stored=entry.kind == "step")
         except _Failed as error:
             return f"fails: {str(error).removeprefix(f'package {path}: ')}"
         finally:
             file.unlink(missing_ok=True)
-        if wrong:
-            return f"is wrong: variant {number}: {wrong}"
+        if difference:
+            return f"is wrong: variant {number}: {difference}"
     return VERIFIED
 
 
@@ -74,13 +74,13 @@ class _Failed(Exception):
     """The C library refused the call, or its process ended."""
 
 
-def _difference(found: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> str:
+def _difference(results: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> str:
     """Return the first difference above its tolerance, or "". Gradients of gradients need PyTorch's runtime and are skipped."""
     names = {n for n in stored_results.names_of(stored) if not n.startswith(("second-order ", "third-order ", "fourth-order "))}
-    if missing := sorted(names - {n for n, t in found.items() if t is not None}):
+    if missing := sorted(names - {n for n, t in results.items() if t is not None}):
         return f"{missing[0]} is missing"
     for result in sorted(names):
-        tensor = found[result]
+        tensor = results[result]
         assert tensor is not None
         try:
             comparison = stored_results.compare_stored(result, tensor, stored, as_stored=as_stored)
@@ -111,11 +111,11 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
         ],
         "states": states,
     }
-    done = subprocess.run([sys.executable, "-P", _PROCESS], input=pickle.dumps(request), capture_output=True)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _Failed(f"the process ended with status {done.returncode}{said and f': {said}'}")
-    answer = pickle.loads(done.stdout)  # noqa: S301  # written by the process above
+    process = subprocess.run([sys.executable, "-P", _PROCESS], input=pickle.dumps(request), capture_output=True)
+    if process.returncode:
+        message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _Failed(f"the process ended with status {process.returncode}{message and f': {message}'}")
+    answer = pickle.loads(process.stdout)  # noqa: S301  # written by the process above
     if "error" in answer:
         raise _Failed(answer["error"])
     data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8) if file.stat().st_size else torch.empty(0, dtype=torch.uint8)
@@ -139,29 +139,29 @@ def _named(
     states: Mapping[str, str],
     stored: Mapping[str, torch.Tensor],
 ) -> Named:
-    def read(placed: tuple[str, tuple[int, ...], int] | None) -> torch.Tensor | None:
-        if placed is None:
+    def read(ref: tuple[str, tuple[int, ...], int] | None) -> torch.Tensor | None:
+        if ref is None:
             return None
-        dtype, shape, begin = getattr(torch, placed[0]), placed[1], placed[2]
+        dtype, shape, begin = getattr(torch, ref[0]), ref[1], ref[2]
         count = math.prod(shape) * dtype.itemsize
         return data[begin : begin + count].clone().view(dtype).view(shape)
 
     def all_of(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return {label: t for label, placed in tensors.items() if (t := read(placed)) is not None}
+        return {label: t for label, ref in tensors.items() if (t := read(ref)) is not None}
 
     if entry.kind == "step":
-        losses = {f"loss {i}": t for i, placed in enumerate(results["losses"]) if (t := read(placed)) is not None}
+        losses = {f"loss {i}": t for i, ref in enumerate(results["losses"]) if (t := read(ref)) is not None}
         return step_check.steps_as_stored(all_of(results["before"]), losses, all_of(results["after"]), stored)
-    found: Named = {f"output[{i}]": read(placed) for i, placed in enumerate(results["outputs"])}
+    named: Named = {f"output[{i}]": read(ref) for i, ref in enumerate(results["outputs"])}
     if entry.kind == "grad":
         assert variant.gradient is not None
         by_target = dict(zip(entry.wrt, entry.names, strict=True))
         names = [by_target[g.of] for g in variant.gradient.gradients]
     else:
         places = [g.of.partition(":") for g in variant.backward.gradients] if variant.backward is not None else []
-        names = [where if kind == "parameter" else variant.inputs[int(where)].name for kind, _, where in places]
-    found |= {f"gradient of {n}": read(placed) for n, placed in zip(names, results["gradients"], strict=True)}
-    return found | all_of(results["after"])
+        names = [key if kind == "parameter" else variant.inputs[int(key)].name for kind, _, key in places]
+    named |= {f"gradient of {n}": read(ref) for n, ref in zip(names, results["gradients"], strict=True)}
+    return named | all_of(results["after"])
 
 
 def _as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:

@@ -43,16 +43,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         def states() -> dict[str, Placed | None]:
             return {label: put(function.state(name)) for label, name in request["states"].items()}
 
-        found: dict[str, Any] = {"before": states() if request["kind"] == "step" else {}}
+        answer: dict[str, Any] = {"before": states() if request["kind"] == "step" else {}}
         if request["kind"] == "step":
-            found["losses"] = [put(function.run(*inputs)[0]) for _ in range(request["steps"])]
+            answer["losses"] = [put(function.run(*inputs)[0]) for _ in range(request["steps"])]
         elif request["backward"]:
-            found["outputs"] = list(map(put, function.forward(*inputs)))
-            found["gradients"] = list(map(put, function.backward(*incoming)))
+            answer["outputs"] = list(map(put, function.forward(*inputs)))
+            answer["gradients"] = list(map(put, function.backward(*incoming)))
         else:
             results = list(map(put, function.run(*inputs)))
-            found["outputs"], found["gradients"] = results[: request["outputs"]], results[request["outputs"] :]
-        return found | {"after": states()}
+            answer["outputs"], answer["gradients"] = results[: request["outputs"]], results[request["outputs"] :]
+        return answer | {"after": states()}
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ class StepResults:
     @property
     def diverged(self) -> set[str]:
         """Return the large tensors that are kept whole, before the first step or after the last, because they have NaN or Inf there."""
-        whole = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
-        return whole | {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
+        unsketched = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
+        return unsketched | {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
 
 
 Sketched = Callable[[str, torch.Tensor], bool]
@@ -114,9 +114,9 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     Write the data for ``verify`` to ``stored``. Raise :class:`ExportError` naming the tensor that is wrong, and by how much."""
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     for number_of_size, sized in enumerate(sizes):
-        compared = True
+        is_compared = True
         for waiting in (False, True) if case.waiting else (False,):
-            where = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}{' with accumulated gradients' if waiting else ''}"
+            location = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}{' with accumulated gradients' if waiting else ''}"
             sketched = _is_large
             try:
                 with _gradients_kept(case):
@@ -127,7 +127,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
             except Exception as error:
                 if number_of_size == 0:
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
-                compared = False
+                is_compared = False
                 break  # eager refuses this size: nothing to compare with
             random = consumed_cuda_rng(_device(case))
             with _gradients_kept(case):
@@ -136,18 +136,18 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
             try:
                 comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
             except ExportError as error:
-                raise WrongResult(f"{where}: {error}; nothing was written") from error
+                raise WrongResult(f"{location}: {error}; nothing was written") from error
             for comparison in comparisons:
                 if comparison.wrong:
                     raise WrongResult(
-                        f"{where}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
+                        f"{location}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                         "nothing was written"
                     )
                 worst = max(comparison, worst, key=attrgetter("ratio"))
-            compared &= not eager.has_only_nan
+            is_compared &= not eager.has_only_nan
             if number_of_size == 0 and not waiting:
                 _store(stored, f"{entry}/{number}", sized.example, eager, {c.name: c.allowed for c in comparisons})
-        if compared:
+        if is_compared:
             labels.append(sized.label)
     return Verdict("verified", worst.name, round(worst.ratio, 6), tuple(filter(None, labels)))
 
@@ -187,13 +187,13 @@ def _everything_kept(case: Case, example: Example, tensors: Sequence[torch.Tenso
 def state_kept(package: Package, entry: str) -> Iterator[None]:
     """Restore the loaded entry's state on exit."""
     step = package.step(entry)
-    kept, held = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
+    state, copies = step.state_dict(), [(t, t.detach().clone()) for t in step._held]
     try:
         yield
     finally:
-        step.load_state_dict(kept)
+        step.load_state_dict(state)
         with torch.no_grad():  # state_dict() lacks non-persistent buffers and the loss function's buffers
-            for tensor, value in held:
+            for tensor, value in copies:
                 tensor.copy_(value)
 
 
@@ -213,8 +213,8 @@ def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Fla
 
 
 def _results(losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradients: Sequence[dict[str, torch.Tensor]] = ()) -> StepResults:
-    sketched = {n: (t.dtype, t.shape) for n, (t, kept) in after.items() if kept.shape != t.shape}
-    kept_before, kept_after = ({n: kept for n, (_, kept) in flat.items()} for flat in (before, after))
+    sketched = {n: (t.dtype, t.shape) for n, (t, copy) in after.items() if copy.shape != t.shape}
+    kept_before, kept_after = ({n: copy for n, (_, copy) in flat.items()} for flat in (before, after))
     return StepResults(losses, kept_before, kept_after, list(gradients), sketched)
 
 
@@ -238,10 +238,10 @@ def _steps_of_eager(
     copied. ``noise``: added to the gradients."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
-    trained = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
-    everything = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
+    parameters = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
+    tensors = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in state_of(case.program.loss_fn).items()}
-    with _everything_kept(case, example, everything), without_crashes():
+    with _everything_kept(case, example, tensors), without_crashes():
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
         losses, gradients = {}, []
         generator = torch.Generator().manual_seed(SEED)
@@ -254,18 +254,18 @@ def _steps_of_eager(
                     value = pytree.tree_leaves(case.program(*example.args, **example.kwargs))[0]
                     losses[f"loss {i}{half}"] = value.detach().clone()
                     (value if settings.loss_scale is None else value * scale).backward()
-            for p in trained if settings.loss_scale is not None else ():
+            for p in parameters if settings.loss_scale is not None else ():
                 if p.grad is not None:
                     p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
-            gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in trained if p.grad is not None})
-            for p in trained if noise is not None else ():
+            gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in parameters if p.grad is not None})
+            for p in parameters if noise is not None else ():
                 assert p.grad is not None and noise is not None
                 _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
             if settings.clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
+                torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
             if settings.clip_value is not None:
-                torch.nn.utils.clip_grad_value_(trained, settings.clip_value)
-            finite = all(bool(torch.isfinite(p.grad).all()) for p in trained if p.grad is not None)
+                torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
+            finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
             if finite or not settings.skip_nonfinite:
                 type(optimizer).step(optimizer)
             scale *= 1.0 if finite else 0.5  # as torch.amp.GradScaler, which grows it after 2000 steps
@@ -301,20 +301,20 @@ def _device(case: Case) -> str:
 @contextlib.contextmanager
 def _gradients_kept(case: Case) -> Iterator[None]:
     """Set aside the parameters' ``.grad`` inside: it would conflict with parameters that become float64."""
-    kept = [p.grad for p in case.program.parameters()]
+    gradients = [p.grad for p in case.program.parameters()]
     for p in case.program.parameters():
         p.grad = None
     try:
         yield
     finally:
-        for p, grad in zip(case.program.parameters(), kept, strict=True):
+        for p, grad in zip(case.program.parameters(), gradients, strict=True):
             p.grad = grad
 
 
 @contextlib.contextmanager
 def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let the optimizer work on a copy of its state inside, in the dtype of its parameters."""
-    kept, groups = optimizer.state, [dict(g) for g in optimizer.param_groups]
+    state, groups = optimizer.state, [dict(g) for g in optimizer.param_groups]
 
     def own(parameter: torch.Tensor, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -322,13 +322,13 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         wide = parameter.dtype is torch.float64 and value.is_floating_point() and value.dim() > 0
         return value.detach().clone().to(torch.float64 if wide else value.dtype)
 
-    optimizer.state = type(kept)(dict)
-    for p, slots in kept.items():
+    optimizer.state = type(state)(dict)
+    for p, slots in state.items():
         optimizer.state[p] = {k: own(p, v) for k, v in slots.items()}
     try:
         yield
     finally:
-        optimizer.state = kept
+        optimizer.state = state
         for group, before in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(before)
@@ -338,7 +338,7 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
     """Return the steps in float64, or eager itself if float64 cannot be the reference (``random``: it would draw other random numbers)."""
     values = [*case.program.parameters(), *eager.losses.values()]
     wider = not random and not any(t.is_complex() for t in values) and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
-    exact, moved = eager, dict.fromkeys(eager.after, 0.0)
+    exact, moves = eager, dict.fromkeys(eager.after, 0.0)
     with contextlib.ExitStack() as stack:
         if wider:
             try:
@@ -347,24 +347,24 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
                     with in_float64(case.program):
                         exact = _steps_of_eager(case, wide, waiting, sketched, copies=True)
                     with in_float64(case.program, rounded=True):
-                        beside = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True)
+                        perturbed_steps = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True)
             except Exception:  # whatever fails in float64, eager is the next best reference
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
-            moved = {n: _apart(beside, exact, n) for n in exact.after}
+            moves = {n: _apart(perturbed_steps, exact, n) for n in exact.after}
             example = wide
             stack.enter_context(torch.autocast(_device(case), enabled=False))
             stack.enter_context(in_float64(case.program))
         else:
             exact = eager
         noisy = _steps_of_eager(case, example, waiting, sketched, _noise(eager, exact), copies=exact is not eager)
-    moved = {n: m + _apart(noisy, exact, n) for n, m in moved.items()}
-    return Reference(exact, moved, float64=exact is not eager)
+    moves = {n: m + _apart(noisy, exact, n) for n, m in moves.items()}
+    return Reference(exact, moves, float64=exact is not eager)
 
 
-def _apart(one: StepResults, other: StepResults, name: str) -> float:
+def _apart(first: StepResults, second: StepResults, name: str) -> float:
     """Return the distance of two changes over elements that are finite in both; 0 if only one is a sketch (the other has NaN or Inf)."""
-    a, b = one.change(name), other.change(name)
+    a, b = first.change(name), second.change(name)
     return distance_of_finite(a, b) if a.shape == b.shape else 0.0
 
 
@@ -373,8 +373,8 @@ def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
     if exact.after.keys() != eager.after.keys() or exact.sketched.keys() != eager.sketched.keys():
         return False
     for name, loss in eager.losses.items():
-        right = float(exact.losses[name])
-        if not math.isfinite(right) or abs(float(loss) - right) > 1e-2 * max(1e-3, abs(right)):
+        expected = float(exact.losses[name])
+        if not math.isfinite(expected) or abs(float(loss) - expected) > 1e-2 * max(1e-3, abs(expected)):
             return False
     return True
 
@@ -383,15 +383,15 @@ def _noise(eager: StepResults, exact: StepResults) -> Noise:
     """Return the tolerance that ``eager_check.py`` gives each gradient; a quarter of it if eager itself is the reference."""
     out = []
     dtypes = {n: eager.look(f"parameter {n}")[0] for gradients in eager.gradients for n in gradients}
-    for gradients, right in zip(eager.gradients, exact.gradients, strict=True):
-        norms = {n: norm(g) for n, g in right.items()}
+    for gradients, exact_gradients in zip(eager.gradients, exact.gradients, strict=True):
+        norms = {n: norm(g) for n, g in exact_gradients.items()}
         largest = max(norms.values())
         allowed = {}
         for n, g in gradients.items():
             if exact is eager:
                 allowed[n] = Tolerance.of_result(dtypes[n], largest, None).allowed(norms[n]) / 4
             else:
-                allowed[n] = Tolerance.of_result(dtypes[n], largest, distance_of_finite(g, right[n])).allowed(norms[n])
+                allowed[n] = Tolerance.of_result(dtypes[n], largest, distance_of_finite(g, exact_gradients[n])).allowed(norms[n])
         out.append(allowed)
     return out
 
@@ -400,15 +400,17 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
     """Compare the losses, and the change of everything that changes. Raise :class:`ExportError` if dtype or shape differ."""
     out, exact = [], reference.results
     for name, loss in eager.losses.items():
-        own, right = float(actual.losses[name]), float(exact.losses[name])
+        actual_loss, expected_loss = float(actual.losses[name]), float(exact.losses[name])
         if not is_finite(loss):  # the reference is then eager itself
-            if own != right and not (math.isnan(own) and math.isnan(right)):
-                raise ExportError(f"{name} is {own:.6g} in the compiled step and {right:.6g} in eager")
-            if not math.isnan(right):
+            if actual_loss != expected_loss and not (math.isnan(actual_loss) and math.isnan(expected_loss)):
+                raise ExportError(f"{name} is {actual_loss:.6g} in the compiled step and {expected_loss:.6g} in eager")
+            if not math.isnan(expected_loss):
                 out.append(Comparison(name, 0.0, 0.0))
             continue
-        tolerance = Tolerance.of_loss(loss.dtype, abs(float(loss) - right) if reference.float64 else None, reduced_precision=reduced_precision)
-        out.append(Comparison(name, abs(own - right), tolerance.allowed(abs(right))))
+        tolerance = Tolerance.of_loss(
+            loss.dtype, abs(float(loss) - expected_loss) if reference.float64 else None, reduced_precision=reduced_precision
+        )
+        out.append(Comparison(name, abs(actual_loss - expected_loss), tolerance.allowed(abs(expected_loss))))
     for name, e in eager.after.items():
         if name not in actual.after:
             raise ExportError(f"{name} is in eager's state, and not in the compiled step's")
@@ -483,10 +485,10 @@ def steps_as_stored(
 
 
 def _as_stored(results: StepResults, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    found: dict[str, torch.Tensor | None] = {}
+    tensors: dict[str, torch.Tensor | None] = {}
     for name in stored_results.names_of(stored):
         if name in results.losses:
-            found[name] = results.losses[name]
+            tensors[name] = results.losses[name]
         elif name in results.after:
-            found[name] = results.change(name) if name in results.sketched else probes(results.change(name))
-    return found
+            tensors[name] = results.change(name) if name in results.sketched else probes(results.change(name))
+    return tensors

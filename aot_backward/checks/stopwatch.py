@@ -47,10 +47,10 @@ def on_free_processors() -> Iterator[tuple[int, int]]:
     """Limit torch inside to as many threads as processors are not busy with others, at least one: a parallel region that waits for a processor takes
     milliseconds. Yield that number, and how many threads of others were running or waiting for a processor."""
     before, processors = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    others = others_running()
-    torch.set_num_threads(max(1, min(before, processors - others)))
+    other_threads = others_running()
+    torch.set_num_threads(max(1, min(before, processors - other_threads)))
     try:
-        yield torch.get_num_threads(), others
+        yield torch.get_num_threads(), other_threads
     finally:
         torch.set_num_threads(before)
 
@@ -68,10 +68,10 @@ def _running() -> int:
 
 def _repeats(call: Call, seconds: float, finish: Call, sample: float) -> int:
     """Return how many calls make one sample. Make the first calls, which fill caches: three, or one if it takes long."""
-    took = _time_of(call, 1, finish)
-    if took < seconds / 10:
-        took = min(_time_of(call, 1, finish) for _ in range(2))
-    return max(1, round(sample / max(took, 1e-7)))
+    duration = _time_of(call, 1, finish)
+    if duration < seconds / 10:
+        duration = min(_time_of(call, 1, finish) for _ in range(2))
+    return max(1, round(sample / max(duration, 1e-7)))
 
 
 def _time_of(call: Call, repeats: int, finish: Call) -> float:

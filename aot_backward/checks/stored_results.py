@@ -94,11 +94,11 @@ def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.T
     allowed = stored.get(f"allowed/{name}")
     if allowed is None or allowed.shape != () or allowed.dtype is not torch.float64 or not 0 <= float(allowed) < math.inf:
         raise PackageError(f"the package has no valid tolerance for {name}: 'allowed/{name}' is missing, or is not a finite float64 number from 0 on")
-    if (whole := stored.get(f"expected/{name}")) is not None:
-        whole = as_dtype(str(result.dtype).removeprefix("torch."), whole)
-        if result.shape != whole.shape or result.dtype != whole.dtype:
-            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, the stored result is {whole.dtype} {tuple(whole.shape)}")
-        return Comparison(name, distance(result, whole), float(allowed))
+    if (expected := stored.get(f"expected/{name}")) is not None:
+        expected = as_dtype(str(result.dtype).removeprefix("torch."), expected)
+        if result.shape != expected.shape or result.dtype != expected.dtype:
+            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, the stored result is {expected.dtype} {tuple(expected.shape)}")
+        return Comparison(name, distance(result, expected), float(allowed))
     if (digest := stored.get(f"digest/{name}")) is not None:
         if digest.shape != (32,) or digest.dtype is not torch.uint8:
             raise PackageError(f"'digest/{name}' is {digest.dtype} {tuple(digest.shape)}; expected uint8 (32,)")

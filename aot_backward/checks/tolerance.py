@@ -172,8 +172,8 @@ def is_nan_throughout(tensor: torch.Tensor) -> bool:
     return is_inexact(tensor) and tensor.numel() > 0 and all(bool(torch.isnan(t).all()) for (t,) in pieces(tensor))
 
 
-def _norm(wide: torch.Tensor, where: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(torch.where(where, wide, 0)))
+def _norm(wide: torch.Tensor, mask: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(torch.where(mask, wide, 0)))
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

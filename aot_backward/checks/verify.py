@@ -95,19 +95,19 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
     total = sum(m.size for m in members.values())
     entries = archive.manifest.entries
     recorded = tuple(_recorded(name, entry) for name, entry in entries.items() if entry.kind == "replay")
-    not_run = "" if run else "not requested"
+    reason = "" if run else "not requested"
     examples: dict[str, torch.Tensor] = {}
     if run:
         examples = load_examples(archive)
         if not archive.manifest.has_weights:
-            not_run = "the package has no weights"
+            reason = "the package has no weights"
         elif recorded and len(recorded) == len(entries):
             compatibility.check_target(archive.manifest)
-            not_run = "recorded passes store no example inputs"
+            reason = "recorded passes store no example inputs"
         elif not examples:
-            not_run = "the package stores no example inputs"
+            reason = "the package stores no example inputs"
     reports = []
-    if not not_run:
+    if not reason:
         with warnings.catch_warnings():  # load() warns about packages that were not compared with eager, and advises verify
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
             runnable = _runnable(archive.manifest)
@@ -115,11 +115,11 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
         todo = [(name, i, label) for name, entry in entries.items() for i in range(len(entry.variants)) for label in packages]
         for done, (name, i, label) in enumerate(todo):
             progress("numbers", done, len(todo))
-            found = verify_variant(packages[label], name, i, examples)
-            reports.append(dataclasses.replace(found, target=label if archive.manifest.targets else ""))
+            report = verify_variant(packages[label], name, i, examples)
+            reports.append(dataclasses.replace(report, target=label if archive.manifest.targets else ""))
         progress("numbers", len(todo), len(todo))
     signature = str(signature_beside(archive.path) or "") if key is not None else ""
-    return Report(len(members), total, tuple(reports), not_run, recorded, signature)
+    return Report(len(members), total, tuple(reports), reason, recorded, signature)
 
 
 def _runnable(manifest: Manifest) -> Iterator[str]:
@@ -131,9 +131,9 @@ def _runnable(manifest: Manifest) -> Iterator[str]:
 
 def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
     verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [u.verdict.status for u in entry.in_place]
-    unproved = sum(v != "verified" for v in verdicts)
+    unverified = sum(v != "verified" for v in verdicts)
     passes = sum(len(s.variants) for s in entry.structures)
-    return RecordedReport(name, len(entry.structures), passes, len(entry.updates), len(entry.clippings), unproved)
+    return RecordedReport(name, len(entry.structures), passes, len(entry.updates), len(entry.clippings), unverified)
 
 
 def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> Example:
@@ -167,8 +167,8 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
                 return VariantReport(entry, number, 0, "", 0.0, (str(error),))
     report = _compare_with_stored(entry, number, actual, stored, as_stored=is_step)
     of_inference = {key: t for key, t in stored.items() if key.partition("/")[2] in inferred}
-    without = _compare_with_stored(entry, number, inferred, of_inference, as_stored=False)
-    return dataclasses.replace(report, wrong=(*report.wrong, *(f"without gradients, {what}" for what in without.wrong)))
+    inference_report = _compare_with_stored(entry, number, inferred, of_inference, as_stored=False)
+    return dataclasses.replace(report, wrong=(*report.wrong, *(f"without gradients, {text}" for text in inference_report.wrong)))
 
 
 def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:
@@ -180,27 +180,27 @@ def _results_of_step(package: Package, entry: str, example: Example, stored: Map
 
 def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> VariantReport:
     expected = stored_results.names_of(stored)
-    wrong = [f"{name} is missing" for name in expected - {n for n, a in actual.items() if a is not None}]
+    errors = [f"{name} is missing" for name in expected - {n for n, a in actual.items() if a is not None}]
     sketched, worst = 0, Comparison("", 0.0, 0.0)
     for name, a in actual.items():
         if a is None:
             continue
         if name not in expected:
-            wrong.append(f"{name} was None when the package was built")
+            errors.append(f"{name} was None when the package was built")
             continue
         try:
             comparison = stored_results.compare_stored(name, a.detach().cpu(), stored, as_stored=as_stored)
         except stored_results.Differs as error:
-            wrong.append(str(error))
+            errors.append(str(error))
             continue
         except PackageError as error:
             raise PackageError(f"entry {entry!r} variant {number}: {error}") from None
         sketched += not stored_results.is_whole(stored, name)
         if comparison.wrong:
-            wrong.append(f"{name} is off by {comparison.error:.3g}, {comparison.allowed:.3g} is allowed")
+            errors.append(f"{name} is off by {comparison.error:.3g}, {comparison.allowed:.3g} is allowed")
         if not worst.name or not comparison.ratio <= worst.ratio:
             worst = comparison
-    return VariantReport(entry, number, len(expected), worst.name, worst.ratio, tuple(wrong), sketched=sketched)
+    return VariantReport(entry, number, len(expected), worst.name, worst.ratio, tuple(errors), sketched=sketched)
 
 
 @contextlib.contextmanager

@@ -63,5 +63,5 @@ def say(files: Sequence[OnnxFile], as_json: bool) -> None:
         click.echo(f"wrote {file.path} ({size:.2f} MB): {file.graph} of {file.entry}, {file.nodes} nodes, opset {file.opset}")
     for data in dict.fromkeys(f.data for f in files if f.data is not None):
         click.echo(f"wrote {data} ({data.stat().st_size / 1e6:.2f} MB): weights")
-    for compared in dict.fromkeys(f.compared for f in files):
-        click.echo(f"compared by {compared}")
+    for text in dict.fromkeys(f.compared for f in files):
+        click.echo(f"compared by {text}")

@@ -124,29 +124,35 @@ def _check_options(context: click.Context, form: str) -> None:
 def _entries(path: Path, name: str) -> Entries:
     from ..api import Grad, Module, Step
 
-    made = _called(_function(path, name), f"{path}:{name}")
-    if isinstance(made, (Module, Grad, Step)):
-        return {_kind(made): made}
-    if not isinstance(made, dict) or not made or not all(isinstance(k, str) and isinstance(v, (Module, Grad, Step)) for k, v in made.items()):
-        what = f"a dict of {sorted({type(v).__name__ for v in made.values()})}" if isinstance(made, dict) and made else repr(made)[:60]
-        raise click.ClickException(f"{path}:{name} returned {what}; return a Module, a Grad, a Step, or a dict of them by name")
-    return made
+    entries = _called(_function(path, name), f"{path}:{name}")
+    if isinstance(entries, (Module, Grad, Step)):
+        return {_kind(entries): entries}
+    if (
+        not isinstance(entries, dict)
+        or not entries
+        or not all(isinstance(k, str) and isinstance(v, (Module, Grad, Step)) for k, v in entries.items())
+    ):
+        description = (
+            f"a dict of {sorted({type(v).__name__ for v in entries.values()})}" if isinstance(entries, dict) and entries else repr(entries)[:60]
+        )
+        raise click.ClickException(f"{path}:{name} returned {description}; return a Module, a Grad, a Step, or a dict of them by name")
+    return entries
 
 
 def _kind(entry: object) -> str:
     return type(entry).__name__.lower()
 
 
-def _chosen(entries: Entries, wanted: tuple[str, ...], program: str) -> Entries:
-    """Return the entries that ``wanted`` selects, each by name or, if no entry has that name, by kind."""
-    chosen = set(entries) if not wanted else set[str]()
-    for which in wanted:
-        found = [which] if which in entries else [n for n, e in entries.items() if _kind(e) == which]
-        if not found:
-            has = ", ".join(f"{n} ({_kind(e)})" for n, e in entries.items())
-            raise click.UsageError(f"--entry {which}: {program} returned no entry of that name or kind; it returned: {has}")
-        chosen.update(found)
-    return {n: e for n, e in entries.items() if n in chosen}
+def _chosen(entries: Entries, selectors: tuple[str, ...], program: str) -> Entries:
+    """Return the entries that ``selectors`` select, each by name or, if no entry has that name, by kind."""
+    names = set(entries) if not selectors else set[str]()
+    for selector in selectors:
+        matches = [selector] if selector in entries else [n for n, e in entries.items() if _kind(e) == selector]
+        if not matches:
+            available = ", ".join(f"{n} ({_kind(e)})" for n, e in entries.items())
+            raise click.UsageError(f"--entry {selector}: {program} returned no entry of that name or kind; it returned: {available}")
+        names.update(matches)
+    return {n: e for n, e in entries.items() if n in names}
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
@@ -167,11 +173,11 @@ def _offered(module: Any) -> list[str]:
     return [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__]
 
 
-def _called(function: Callable[[], Any], what: str) -> Any:
-    """Run user code. Its exceptions are reported as errors in ``what``, not as errors of aot-backward."""
+def _called(function: Callable[[], Any], source: str) -> Any:
+    """Run user code. Its exceptions are reported as errors in ``source``, not as errors of aot-backward."""
     from aot_backward_runtime.errors import ExportError
 
     try:
         return function()
     except Exception as error:
-        raise ExportError(f"{what} raised {type(error).__name__}: {error}; --debug shows where") from error
+        raise ExportError(f"{source} raised {type(error).__name__}: {error}; --debug shows where") from error

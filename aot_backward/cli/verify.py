@@ -62,14 +62,14 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
         passes = f"recorded passes of {count(r.structures, 'structure')}, {count(r.variants, 'variant')}"
         passes += f", and {count(r.updates, 'optimizer step')}" if r.updates else ""
         passes += f", and {count(r.clippings, 'clipping')} of gradients" if r.clippings else ""
-        unproved = f" ({r.unproved} of them never were)" if r.unproved else ""
-        say(f"entry {r.entry!r}: {passes}: {r.compared}{unproved}; not run here")
+        note = f" ({r.unproved} of them never were)" if r.unproved else ""
+        say(f"entry {r.entry!r}: {passes}: {r.compared}{note}; not run here")
     for v in report.variants:
-        which = f"entry {v.entry!r} variant {v.variant}{v.target and f', {v.target}'}"
+        label = f"entry {v.entry!r} variant {v.variant}{v.target and f', {v.target}'}"
         if v.wrong:
-            say(f"{which}: WRONG: {'; '.join(v.wrong)}")
+            say(f"{label}: WRONG: {'; '.join(v.wrong)}")
         else:
             sketched = f" ({v.sketched} large ones by a sketch)" if v.sketched else ""
-            say(f"{which}: {v.tensors} tensors{sketched} match eager's; {v.worst} is worst, at {v.ratio:.2g} of its tolerance")
+            say(f"{label}: {v.tensors} tensors{sketched} match eager's; {v.worst} is worst, at {v.ratio:.2g} of its tolerance")
     if report.not_run:
         say(f"numbers were not compared: {report.not_run}")

@@ -43,10 +43,10 @@ def examine() -> list[Finding]:
 
 
 def _system() -> Finding:
-    found = f"{sys.platform} {platform.machine()}"
-    if found != "linux x86_64":
-        return Finding("system", "failed", found, "native code is made for linux x86_64 only: use such a machine")
-    return Finding("system", "ok", found)
+    system = f"{sys.platform} {platform.machine()}"
+    if system != "linux x86_64":
+        return Finding("system", "failed", system, "native code is made for linux x86_64 only: use such a machine")
+    return Finding("system", "ok", system)
 
 
 def _python() -> Finding:
@@ -55,8 +55,10 @@ def _python() -> Finding:
 
 def _torch() -> Finding:
     if torch_api.minor() not in torch_api.SUPPORTED:
-        known = ", ".join(torch_api.SUPPORTED)
-        return Finding("torch", "failed", torch.__version__, f"aot-backward supports torch {known}: pip install 'torch=={torch_api.SUPPORTED[-1]}.*'")
+        versions = ", ".join(torch_api.SUPPORTED)
+        return Finding(
+            "torch", "failed", torch.__version__, f"aot-backward supports torch {versions}: pip install 'torch=={torch_api.SUPPORTED[-1]}.*'"
+        )
     return Finding("torch", "ok", torch.__version__)
 
 
@@ -89,44 +91,44 @@ def _compiler() -> Finding:
         version = compiler_version(command)
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
             argv = [*command, "-x", "c++", "-", "-fopenmp", "-shared", "-fPIC", "-o", f"{folder}/probe.so"]
-            done = subprocess.run(argv, input=_PROBE, capture_output=True, text=True)
+            process = subprocess.run(argv, input=_PROBE, capture_output=True, text=True)
     except AotBackwardError as error:
         return Finding("compiler", "failed", "none", str(error))
     except (OSError, subprocess.CalledProcessError) as error:
         return Finding("compiler", "failed", str(error), "apt-get install g++ (or set CXX)")
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), f"exit status {done.returncode}")
-        return Finding("compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {said}", "apt-get install g++ (or set CXX)")
+    if process.returncode:
+        message = next((line for line in process.stderr.splitlines() if "error" in line), f"exit status {process.returncode}")
+        return Finding("compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {message}", "apt-get install g++ (or set CXX)")
     return Finding("compiler", "ok", version)
 
 
 def _cache() -> Finding:
     folder = cache_root()
     advice = "set AOT_BACKWARD_CACHE to a folder that only you can write to, on a file system that allows execution"
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Finding("cache folder", "failed", f"{folder}: {there} cannot be written to", advice)
-    if os.statvfs(there).f_flag & os.ST_NOEXEC:
+    ancestor = folder
+    while not ancestor.exists() and ancestor != ancestor.parent:
+        ancestor = ancestor.parent
+    if not ancestor.is_dir() or not os.access(ancestor, os.W_OK | os.X_OK):
+        return Finding("cache folder", "failed", f"{folder}: {ancestor} cannot be written to", advice)
+    if os.statvfs(ancestor).f_flag & os.ST_NOEXEC:
         return Finding("cache folder", "failed", f"{folder} is on a file system mounted noexec", advice)
-    status = there.stat()
-    if there == folder and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+    status = ancestor.stat()
+    if ancestor == folder and (status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         return Finding(
             "cache folder",
             "warning",
             f"{folder} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})",
             f"loading refuses it: chmod go-w {folder}",
         )
-    room = shutil.disk_usage(there).free
-    found = (
+    room = shutil.disk_usage(ancestor).free
+    summary = (
         f"{folder}, {_held(folder) / 1e6:.0f} MB in it, {room / 1e9:.1f} GB free"
-        if there == folder
+        if ancestor == folder
         else f"{folder}, not made yet, {room / 1e9:.1f} GB free"
     )
     if room < _LEAST_ROOM:
-        return Finding("cache folder", "warning", found, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk")
-    return Finding("cache folder", "ok", found)
+        return Finding("cache folder", "warning", summary, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk")
+    return Finding("cache folder", "ok", summary)
 
 
 def _temporary() -> Finding:
@@ -141,24 +143,24 @@ def _temporary() -> Finding:
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        why = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, and no usable GPU"
-        return Finding("GPU", "ok", f"none ({why}): --target cuda would fail, cpu does not need one")
+        reason = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, and no usable GPU"
+        return Finding("GPU", "ok", f"none ({reason}): --target cuda would fail, cpu does not need one")
     major, minor = torch.cuda.get_device_capability()
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
 
 
-def _asked(what: str, question: Callable[[], str], advice: str) -> Finding:
+def _asked(name: str, question: Callable[[], str], advice: str) -> Finding:
     try:
-        return Finding(what, "ok", question())
+        return Finding(name, "ok", question())
     except (AotBackwardError, OSError) as error:
-        return Finding(what, "failed", str(error), advice)
+        return Finding(name, "failed", str(error), advice)
 
 
 def _held(folder: Path) -> int:
     """Return the bytes of the files below ``folder``, of which other processes may rename or delete some meanwhile."""
-    held = 0
+    size = 0
     for below, _, files in os.walk(folder):  # ignores folders that are gone; Path.rglob raises
         for name in files:
             with contextlib.suppress(FileNotFoundError):
-                held += (Path(below) / name).lstat().st_size
-    return held
+                size += (Path(below) / name).lstat().st_size
+    return size

@@ -38,31 +38,31 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
         raise AotBackwardError(f"entry {name!r} {_ELSEWHERE[spec.kind]}")
     modes = {v.mode for v in spec.variants}
     mode = "" if modes == {""} else mode or ("train" if spec.training and "train" in modes else sorted(modes)[0])
-    there = {n: t.to(package.device) for n, t in tensors.items()}
-    incoming = {n.removeprefix(GRADIENT): t for n, t in there.items() if n.startswith(GRADIENT)}
-    inputs = {n: t for n, t in there.items() if not n.startswith(GRADIENT)}
+    device_tensors = {n: t.to(package.device) for n, t in tensors.items()}
+    incoming = {n.removeprefix(GRADIENT): t for n, t in device_tensors.items() if n.startswith(GRADIENT)}
+    inputs = {n: t for n, t in device_tensors.items() if not n.startswith(GRADIENT)}
     variants = [v for v in spec.variants if v.mode == mode]
     if not variants:
         raise InputError(f"entry {name!r} was not exported in mode {mode!r}; it has {', '.join(sorted(modes))}")
-    fitting = [v for v in variants if {s.name for s in v.inputs} == inputs.keys()]
-    if not fitting:
-        takes, holds = (", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs)))
-        raise InputError(f"entry {name!r} takes {f'the tensors {takes}' if takes else 'no tensors'}; the file holds {holds or 'no arguments'}")
+    matches = [v for v in variants if {s.name for s in v.inputs} == inputs.keys()]
+    if not matches:
+        expected, actual = (", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs)))
+        raise InputError(f"entry {name!r} takes {f'the tensors {expected}' if expected else 'no tensors'}; the file holds {actual or 'no arguments'}")
     if spec.kind == "grad" and incoming:
         raise InputError(
             f"entry {name!r} computes a loss and its gradients, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
         )
-    refused = []
-    for variant in fitting:  # several take the same tensors if they differ in constants
-        given = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
-        args, kwargs = unflatten(variant.in_tree, given, {}, {})
+    errors = []
+    for variant in matches:  # several take the same tensors if they differ in constants
+        flat_inputs = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
+        args, kwargs = unflatten(variant.in_tree, flat_inputs, {}, {})
         try:
             if spec.kind == "grad":
                 return _gradient(package, name, mode, args, kwargs)
             return _module(package.module(name).train(mode == "train"), variant, args, kwargs, incoming)
         except InputError as error:
-            refused.append(error)
-    raise refused[0]
+            errors.append(error)
+    raise errors[0]
 
 
 def _gradient(package: Package, name: str, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -72,8 +72,8 @@ def _gradient(package: Package, name: str, mode: str, args: tuple[Any, ...], kwa
         grad.train(mode == "train")
     value, grads = grad(*args, **kwargs)
     loss, *aux = _leaves(value)
-    named = {spec.names[0]: grads} if spec.single else grads
-    return {"value": loss, **{f"aux[{i}]": t for i, t in enumerate(aux)}, **{GRADIENT + n: g for n, g in named.items() if g is not None}}
+    gradients = {spec.names[0]: grads} if spec.single else grads
+    return {"value": loss, **{f"aux[{i}]": t for i, t in enumerate(aux)}, **{GRADIENT + n: g for n, g in gradients.items() if g is not None}}
 
 
 def _module(
@@ -83,9 +83,9 @@ def _module(
         outputs = {f"output[{i}]": t for i, t in enumerate(_leaves(module(*args, **kwargs)))}
     for name in incoming:
         if name not in outputs or not outputs[name].requires_grad:
-            able = [n for n, t in outputs.items() if t.requires_grad]
+            names = [n for n, t in outputs.items() if t.requires_grad]
             raise AotBackwardError(
-                f"{GRADIENT}{name} was given, but no output of that name gets a gradient; outputs with a gradient: {', '.join(able) or 'none'}"
+                f"{GRADIENT}{name} was given, but no output of that name gets a gradient; outputs with a gradient: {', '.join(names) or 'none'}"
             )
     results = {n: t.detach() for n, t in outputs.items()}
     if incoming:

@@ -96,19 +96,19 @@ def train(
         raise StateError(f"{save} already exists: resume from it, or save to another file")
     if device is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _on_gpu(package, signature, key):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    loaded = load(package, device=device, cudagraphs=cudagraphs, signature=signature, key=key)
-    name = _step_entry(loaded, entry)
-    spec = loaded.manifest.entries[name]
+    loaded_package = load(package, device=device, cudagraphs=cudagraphs, signature=signature, key=key)
+    name = _step_entry(loaded_package, entry)
+    spec = loaded_package.manifest.entries[name]
     mode = "train" if any(v.mode == "train" for v in spec.variants) else "eval"
-    samples = read_samples(Path(data), name, [v for v in spec.variants if v.mode == mode], loaded.device)
-    with _processes(loaded.device) as (rank, world):
+    samples = read_samples(Path(data), name, [v for v in spec.variants if v.mode == mode], loaded_package.device)
+    with _processes(loaded_package.device) as (rank, world):
         callbacks = (callbacks or Callbacks()) if rank == 0 else Callbacks()
         batches = cut_batches(samples, batch_size, rank, world, callbacks.note)
-        step = loaded.step(name).train(mode == "train")
+        step = loaded_package.step(name).train(mode == "train")
         if world > 1:
             step.distribute()
-        about = {"seed": seed, "batch_size": batches.size, "processes": world, "samples": samples.count, "data": samples.digests}
-        return _train(step, samples, batches, epochs, seed, save, resume, about, callbacks)
+        settings = {"seed": seed, "batch_size": batches.size, "processes": world, "samples": samples.count, "data": samples.digests}
+        return _train(step, samples, batches, epochs, seed, save, resume, settings, callbacks)
 
 
 def _train(
@@ -119,36 +119,36 @@ def _train(
     seed: int,
     save: Path,
     resume: bool,
-    about: Mapping[str, Any],
+    settings: Mapping[str, Any],
     callbacks: Callbacks,
 ) -> TrainingResult:
     torch.manual_seed(seed if batches.rank == 0 else mixed_seed(seed, "rank", batches.rank))  # else all ranks had the same dropout masks
     epoch = done = 0
     total = 0.0  # of the losses of the epoch's samples so far, in all processes
     if resume:
-        position = _saved_position(step.resume(save), about, save, samples.data)
+        position = _saved_position(step.resume(save), settings, save, samples.data)
         epoch, done, total = int(position["epoch"]), int(position["batches"]), float(position["loss"])
         if epoch >= epochs:
             callbacks.note(f"{save} has already trained {epoch} of {epochs} epochs: nothing is left to train")
 
     def write() -> None:
-        step.save(save, {_OURS: {**about, "epoch": epoch, "batches": done, "loss": total}})
+        step.save(save, {_OURS: {**settings, "epoch": epoch, "batches": done, "loss": total}})
 
-    with _signals() as caught:
+    with _signals() as signals:
         while epoch < epochs:
-            began, first = time.perf_counter(), done
+            start, first = time.perf_counter(), done
             sums = torch.tensor(total if batches.rank == 0 else 0.0, dtype=torch.float64, device=samples.device)
             for rows in batches.of(seed, epoch)[first:]:
                 loss = samples.call(step, rows)
                 sums += loss.double() * len(rows)
                 done += 1
                 callbacks.step(epoch + 1, done, len(batches.shares), loss)
-                ended = batches.largest(caught[0] if caught else 0)
-                if ended:
+                signal_number = batches.largest(signals[0] if signals else 0)
+                if signal_number:
                     total = batches.sum(sums)
                     write()
-                    return TrainingResult(epoch, done, ended, batches.rank)
-            seconds, steps = time.perf_counter() - began, done - first
+                    return TrainingResult(epoch, done, signal_number, batches.rank)
+            seconds, steps = time.perf_counter() - start, done - first
             count = sum(batches.shares) * batches.world
             loss_mean = batches.sum(sums) / count
             report = EpochReport(epoch + 1, epochs, done, count, loss_mean, step.skipped, seconds, steps / seconds if steps else 0.0)
@@ -167,9 +167,11 @@ def _step_entry(package: Package, entry: str | None) -> str:
     if entry is None and len(steps) == 1:
         return steps[0]
     if entry is None or entry not in steps:
-        has = ", ".join(f"{n} ({kind})" for n, kind in package.entries.items())
-        what = f"has no training step {entry!r}" if entry is not None else f"has {len(steps) or 'no'} training steps{': name one' if steps else ''}"
-        raise InputError(f"the package {what}; its entries: {has}")
+        entries = ", ".join(f"{n} ({kind})" for n, kind in package.entries.items())
+        problem = (
+            f"has no training step {entry!r}" if entry is not None else f"has {len(steps) or 'no'} training steps{': name one' if steps else ''}"
+        )
+        raise InputError(f"the package {problem}; its entries: {entries}")
     return entry
 
 
@@ -191,16 +193,16 @@ def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
-    """Return the data that :func:`train` saved with the state. Raise :class:`StateError` if it is of another training than ``about``."""
+def _saved_position(extra: Any, settings: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
+    """Return the data that :func:`train` saved with the state. Raise :class:`StateError` if it is of another training than ``settings``."""
     saved = extra.get(_OURS) if isinstance(extra, Mapping) else None
-    if not isinstance(saved, Mapping) or not {*about, "epoch", "batches", "loss"} <= saved.keys():
+    if not isinstance(saved, Mapping) or not {*settings, "epoch", "batches", "loss"} <= saved.keys():
         raise StateError(f"{save} was not saved by `aot-backward train`, and does not say which samples come next: resume it with step.resume()")
     words = {"seed": "the seed", "batch_size": "the batch size", "processes": "the number of processes", "samples": "the number of samples"}
-    for key, what in words.items():
-        if saved[key] != about[key]:
-            raise StateError(f"{save} cannot be resumed: {what} was {saved[key]}, and is {about[key]} now")
-    for name, digest in about["data"].items():
+    for key, label in words.items():
+        if saved[key] != settings[key]:
+            raise StateError(f"{save} cannot be resumed: {label} was {saved[key]}, and is {settings[key]} now")
+    for name, digest in settings["data"].items():
         if not isinstance(saved["data"], Mapping) or saved["data"].get(name) != digest:
             raise StateError(f"{save} cannot be resumed: {name!r} in {data} differs from the data it was trained on")
     return saved
@@ -209,20 +211,20 @@ def _saved_position(extra: Any, about: Mapping[str, Any], save: Path, data: Path
 @contextlib.contextmanager
 def _signals() -> Iterator[Sequence[int]]:
     """Lists SIGINT and SIGTERM instead of being ended by them, so that the step under way is finished and saved; a second SIGINT interrupts."""
-    caught: list[int] = []
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # torchrun forwards the SIGINT that the terminal has sent to each process already
+    signals: list[int] = []
+    single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # torchrun forwards the SIGINT that the terminal has sent to each process already
     if threading.current_thread() is not threading.main_thread():
-        yield caught
+        yield signals
         return
 
     def note(number: int, _: Any) -> None:
-        if caught and number == signal.SIGINT and alone:
+        if signals and number == signal.SIGINT and single_process:
             raise KeyboardInterrupt
-        caught.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield caught
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -39,14 +39,14 @@ class Samples:
 
     def refusal(self, size: int) -> InputError | None:
         """Why no variant takes ``size`` samples at once; None where one does."""
-        refused = None
+        first_error = None
         for _, contract in self.variants:
             try:
                 contract.fit([t[:size].to(self.device) for t in self.tensors])
                 return None
             except InputError as error:
-                refused = refused or error
-        return refused
+                first_error = first_error or error
+        return first_error
 
     def call(self, step: LoadedStep, rows: torch.Tensor) -> torch.Tensor:
         """One step on these samples; its loss."""
@@ -58,28 +58,28 @@ class Samples:
 
 def read_samples(data: Path, name: str, variants: Sequence[VariantSpec], device: torch.device) -> Samples:
     """:class:`InputError` where the file's tensors are not those that the entry ``name`` takes, each with a row for every sample."""
-    given = read_tensors(data)
-    fitting = [v for v in variants if {s.name for s in v.inputs} == given.keys()]
-    if not fitting:
-        wanted = [s.name for s in variants[0].inputs]
-        missing, extra = [n for n in wanted if n not in given], sorted(given.keys() - set(wanted))
+    file_tensors = read_tensors(data)
+    matches = [v for v in variants if {s.name for s in v.inputs} == file_tensors.keys()]
+    if not matches:
+        input_names = [s.name for s in variants[0].inputs]
+        missing, extra = [n for n in input_names if n not in file_tensors], sorted(file_tensors.keys() - set(input_names))
         parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
         parts += [f"it has {', '.join(map(repr, extra))}, which the step does not take"] if extra else []
-        raise InputError(f"{data} does not fit entry {name!r}, which takes {', '.join(wanted)}: {'; '.join(parts)}")
-    single = [n for n, t in given.items() if not t.dim()]
+        raise InputError(f"{data} does not fit entry {name!r}, which takes {', '.join(input_names)}: {'; '.join(parts)}")
+    single = [n for n, t in file_tensors.items() if not t.dim()]
     if single:
         raise InputError(f"{data}: {single[0]!r} has no dimensions; expected the samples along the first dimension")
-    lengths = {n: len(t) for n, t in given.items()}
+    lengths = {n: len(t) for n, t in file_tensors.items()}
     if len(set(lengths.values())) != 1:
         raise InputError(f"{data}: tensors have different numbers of samples: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
     count = next(iter(lengths.values()))
     if not count:
         raise InputError(f"{data} holds no samples")
-    first = [s.name for s in fitting[0].inputs]
-    alike = [v for v in fitting if [s.name for s in v.inputs] == first and v.in_tree == fitting[0].in_tree]
-    tensors = [given[n] for n in first]
-    contracts = [(v, Contract(v.inputs, v.symbols, v.guards, device)) for v in alike]
-    return Samples(tensors, contracts, count, {n: _digest(t) for n, t in given.items()}, data, device)
+    first = [s.name for s in matches[0].inputs]
+    candidates = [v for v in matches if [s.name for s in v.inputs] == first and v.in_tree == matches[0].in_tree]
+    tensors = [file_tensors[n] for n in first]
+    contracts = [(v, Contract(v.inputs, v.symbols, v.guards, device)) for v in candidates]
+    return Samples(tensors, contracts, count, {n: _digest(t) for n, t in file_tensors.items()}, data, device)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -124,30 +124,32 @@ class Batches:
         return value
 
 
-def mixed_seed(seed: int, what: str, number: int) -> int:
+def mixed_seed(seed: int, purpose: str, number: int) -> int:
     """A seed for each number. Hashed, because torch's generators on the CPU use only 32 bits of a seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {what} {number}".encode()).digest()[:4])
+    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:4])
 
 
 def cut_batches(samples: Samples, size: int | None, rank: int, world: int, note: Callable[[str], None]) -> Batches:
     """``size``: samples of a call; None: what was exported, or :data:`BATCH`. ``note`` gets a sentence about samples that are left out."""
-    chosen = size or _exported(samples) or BATCH
-    whole, rest = divmod(samples.count, chosen * world)
+    batch_size = size or _exported(samples) or BATCH
+    num_full, rest = divmod(samples.count, batch_size * world)
     last = rest // world
-    refused = samples.refusal(chosen) if whole else None
-    if refused is not None:
-        hint = "" if size or _exported(samples) else f" (with the default batch size {chosen})"
-        raise InputError(f"{samples.data} does not fit{hint}: {refused}")
+    refusal = samples.refusal(batch_size) if num_full else None
+    if refusal is not None:
+        hint = "" if size or _exported(samples) else f" (with the default batch size {batch_size})"
+        raise InputError(f"{samples.data} does not fit{hint}: {refusal}")
     too_few = samples.refusal(last) if last else None
-    if not whole and (not last or too_few is not None):
-        raise InputError(f"{samples.data} has {samples.count} samples, too few for a batch of {chosen * world}{f': {too_few}' if too_few else ''}")
+    if not num_full and (not last or too_few is not None):
+        raise InputError(
+            f"{samples.data} has {samples.count} samples, too few for a batch of {batch_size * world}{f': {too_few}' if too_few else ''}"
+        )
     if too_few is not None or not last:
         last = 0
-    left = samples.count - whole * chosen * world - last * world
-    if left:
-        why = f": {too_few}" if too_few is not None else f": {world} processes cannot share them evenly"
-        note(f"every epoch leaves out {left} of {samples.count} samples, different ones each time{why}")
-    return Batches(chosen, [chosen] * whole + ([last] if last else []), samples.count, rank, world)
+    remaining = samples.count - num_full * batch_size * world - last * world
+    if remaining:
+        reason = f": {too_few}" if too_few is not None else f": {world} processes cannot share them evenly"
+        note(f"every epoch leaves out {remaining} of {samples.count} samples, different ones each time{reason}")
+    return Batches(batch_size, [batch_size] * num_full + ([last] if last else []), samples.count, rank, world)
 
 
 def _exported(samples: Samples) -> int | None:

@@ -21,8 +21,8 @@ def constant_names(entry: EntrySpec) -> dict[str, str]:
 def argument_names(entry: EntrySpec, variant: VariantSpec) -> list[str]:
     """Return one name for each flat input of the variant."""
     numbers = ["optimizer.accumulate", "optimizer.first", *map(number_name, entry.step.numbers)] if entry.step is not None else []
-    taken = {*constant_names(entry).values(), *numbers}
-    return [free_name(_dotted(spec.name), "input", taken) for spec in variant.inputs]
+    used_names = {*constant_names(entry).values(), *numbers}
+    return [free_name(_dotted(spec.name), "input", used_names) for spec in variant.inputs]
 
 
 def number_name(number: NumberSpec) -> str:
@@ -31,8 +31,8 @@ def number_name(number: NumberSpec) -> str:
     return ".".join(parts)
 
 
-def free_name(name: str, prefix: str, taken: set[str]) -> str:
-    return f"{prefix}.{name}" if name in taken else name
+def free_name(name: str, prefix: str, used_names: set[str]) -> str:
+    return f"{prefix}.{name}" if name in used_names else name
 
 
 def _dotted(name: str) -> str:

@@ -111,8 +111,8 @@ class Conversion:
             self.paths[part.library] = path.with_name(".".join(p for p in name_parts if p) + ".onnx")
         if not parts:
             raise ExportError("there is no graph to write: every output is an unchanged input or parameter")
-        for one in self.paths.values():
-            checked_destination(one)
+        for output_path in self.paths.values():
+            checked_destination(output_path)
         self.parts = {part.library: part for part in parts}
         self.variants = list(dict.fromkeys((part.entry, part.variant) for part in parts))
         self.translated = {}
@@ -135,11 +135,11 @@ class Conversion:
             except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
                 first = " ".join(str(error).split())
                 raise ExportError(f"{name}: ONNX's own checker refuses the graph: {first}; report this, with the program") from error
-        chosen = engine()
+        engine_name = engine()
 
         @cache
         def running(library: str) -> Any:
-            return runner(self.translated[library].with_fixed(), chosen)
+            return runner(self.translated[library].with_fixed(), engine_name)
 
         def opened(library: str) -> Library:
             return OnnxLibrary(self.manifest.libraries[library], self.parts[library].names, self.translated[library], running(library))
@@ -149,10 +149,10 @@ class Conversion:
             return OnnxPackage(UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
 
         worst = check(load)
-        version = __import__(chosen.partition(".")[0]).__version__
-        return {which: f"{chosen} {version}, nearest to its tolerance: {name}" for which, name in worst.items()}
+        version = __import__(engine_name.partition(".")[0]).__version__
+        return {label: f"{engine_name} {version}, nearest to its tolerance: {name}" for label, name in worst.items()}
 
-    def write(self, external: bool | None, compared: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
+    def write(self, external: bool | None, comparisons: Mapping[tuple[str, int], str]) -> list[OnnxFile]:
         from aot_backward_exporters.onnx.model import OPSET
 
         from . import writer
@@ -161,6 +161,8 @@ class Conversion:
         data = writer.write({self.paths[n]: t for n, t in self.translated.items()}, self.path.with_name(f"{self.path.name}.data"), external)
         self.say("write", 1, 1)
         return [
-            OnnxFile(self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, compared[p.entry, p.variant])
+            OnnxFile(
+                self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, comparisons[p.entry, p.variant]
+            )
             for n, p in self.parts.items()
         ]

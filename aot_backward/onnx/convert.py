@@ -71,24 +71,24 @@ def convert(
         raise ExportError(f"{source} was written without weights, and an ONNX graph needs them as defaults of its inputs; export it with weights")
     if entry is not None and entry not in manifest.entries:
         raise ExportError(f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
-    chosen = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
-    if recorded := [n for n, e in chosen.items() if e.kind == "replay"]:
+    entries = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
+    if names := [n for n, e in entries.items() if e.kind == "replay"]:
         raise ExportError(
-            f"the entry {recorded[0]!r} holds recorded passes, which cannot run without the recorded script: choose another entry with --entry"
+            f"the entry {names[0]!r} holds recorded passes, which cannot run without the recorded script: choose another entry with --entry"
         )
     check_registered(manifest, source)
     weights = filled(archive) | load_weights(archive)
     graphs: dict[str, Graph] = {}
-    for one in chosen.values():
-        for number, spec in enumerate(one.variants):
+    for entry_spec in entries.values():
+        for number, spec in enumerate(entry_spec.variants):
             if variant in (None, number):
-                graphs |= _graphs(archive, one, spec, weights)
-    made = Conversion(path, manifest, graphs, weights, entry, variant, say)
+                graphs |= _graphs(archive, entry_spec, spec, weights)
+    conversion = Conversion(path, manifest, graphs, weights, entry, variant, say)
     examples = load_examples(archive)
 
     def check(load: Callable[[], Package]) -> dict[tuple[str, int], str]:
         package, out = load(), {}
-        for name, number in made.variants:
+        for name, number in conversion.variants:
             if not any(key.startswith(f"{name}/{number}/") for key in examples):
                 raise ExportError(f"{source} stores no example inputs for {name!r}, so its ONNX graph cannot be checked")
             say(f"check {name}", number, len(manifest.entries[name].variants))
@@ -102,7 +102,7 @@ def convert(
             out[name, number] = report.worst
         return out
 
-    return made.write(external_data, made.compare(check))
+    return conversion.write(external_data, conversion.compare(check))
 
 
 def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]) -> dict[str, Graph]:
@@ -113,8 +113,8 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
     forms, hints = {}, dict[str, int]()
     for name in dict.fromkeys(names):
         if not libraries[name].graph:
-            why = archive.manifest.notes.get(f"no portable graph of {name}", "")
-            raise ExportError(f"the package has no portable graph of {name}{why and f' ({why})'}; export it again from the model's source")
+            note = archive.manifest.notes.get(f"no portable graph of {name}", "")
+            raise ExportError(f"the package has no portable graph of {name}{note and f' ({note})'}; export it again from the model's source")
         forms[name] = graph_json.form_of(archive.read_member(libraries[name].graph), name)
         sizes = forms[name].get("sizes")
         if not isinstance(sizes, dict):

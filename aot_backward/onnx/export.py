@@ -71,14 +71,14 @@ def export_onnx(
                 raise ExportError(f"entry {name!r} has order={entry.order}: an ONNX file holds first gradients only; export it with order=1")
             build.add(name, entry)
         manifest = build.manifest(True)
-        chosen = Conversion(path, manifest, contents.graphs, contents.weights, None, variant, progress)
+        conversion = Conversion(path, manifest, contents.graphs, contents.weights, None, variant, progress)
 
         def check(load: Callable[[], Package]) -> dict[tuple[str, int], str]:
-            checked = build.check(manifest, [load], {})
-            return {(n, i): v.verdict.worst for n, e in checked.entries.items() for i, v in enumerate(e.variants)}
+            checked_manifest = build.check(manifest, [load], {})
+            return {(n, i): v.verdict.worst for n, e in checked_manifest.entries.items() for i, v in enumerate(e.variants)}
 
-        verdicts = chosen.compare(check)
-        return chosen.write(external_data, verdicts)
+        verdicts = conversion.compare(check)
+        return conversion.write(external_data, verdicts)
 
 
 class Captured(Contents):

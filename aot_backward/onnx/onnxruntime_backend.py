@@ -36,8 +36,8 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
         evaluator = onnx.reference.ReferenceEvaluator(model)
 
         def run(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            found = evaluator.run(None, {name: numpy_of(t) for name, t in feeds.items()})
-            return {name: tensor_of(value) for name, value in zip(outputs, found, strict=True)}
+            results = evaluator.run(None, {name: numpy_of(t) for name, t in feeds.items()})
+            return {name: tensor_of(value) for name, value in zip(outputs, results, strict=True)}
 
         return run
     import onnxruntime
@@ -52,20 +52,20 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
     value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
 
     def run_session(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        given = {n: value(bits_of(t), element_type(t.dtype)) for n, t in feeds.items()}
+        ort_inputs = {n: value(bits_of(t), element_type(t.dtype)) for n, t in feeds.items()}
         try:
-            found = session.run_with_ort_values(outputs, given)
+            results = session.run_with_ort_values(outputs, ort_inputs)
         except Exception as error:
             raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_first_line(error)}") from error
-        return {n: _tensor(v) for n, v in zip(outputs, found, strict=True)}
+        return {n: _tensor(v) for n, v in zip(outputs, results, strict=True)}
 
     return run_session
 
 
 def _tensor(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":  # NumPy lacks bfloat16
-        held = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
-        return torch.frombuffer(held, dtype=torch.bfloat16).reshape(value.shape()) if held else torch.empty(value.shape(), dtype=torch.bfloat16)
+        buffer = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+        return torch.frombuffer(buffer, dtype=torch.bfloat16).reshape(value.shape()) if buffer else torch.empty(value.shape(), dtype=torch.bfloat16)
     return tensor_of(value.numpy())
 
 
@@ -101,24 +101,24 @@ class _Runner:
         self._tensors = {c.weight: tensors[c.name] for c in self._spec.constants}
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        names, asked = self._names, self._translated.inputs
+        names, graph_inputs = self._names, self._translated.inputs
         feeds = dict(zip(names.inputs, inputs, strict=True))
         feeds |= {names.constants[key]: tensor for key, tensor in self._tensors.items() if key in names.constants}
         if names.vector:
             feeds |= {n.name: self._tensors[names.vector][i] for i, n in enumerate(names.numbers)}
-        found = self._run({name: tensor for name, tensor in feeds.items() if name in asked})
+        results = self._run({name: tensor for name, tensor in feeds.items() if name in graph_inputs})
         with torch.no_grad():
             for key, name in self._translated.updated.items():
-                self._tensors[key].copy_(found[name])
-        made: dict[int, torch.Tensor] = {}
+                self._tensors[key].copy_(results[name])
+        outputs: dict[int, torch.Tensor] = {}
         for name, source in names.outputs:
-            kind, _, where = source.partition(":")
+            kind, _, index = source.partition(":")
             if kind == "result":
-                wanted = getattr(torch, self._spec.outputs[int(where)].dtype)
-                if found[name].dtype is not wanted:
-                    raise ExportError(f"{name} is {found[name].dtype} in the ONNX graph and {wanted} in eager: report this as a bug")
-                made[int(where)] = _with_dim_order(found[name], self._spec.outputs[int(where)])
-        return [made.get(i, torch.empty(())) for i in range(len(self._spec.outputs))]
+                dtype = getattr(torch, self._spec.outputs[int(index)].dtype)
+                if results[name].dtype is not dtype:
+                    raise ExportError(f"{name} is {results[name].dtype} in the ONNX graph and {dtype} in eager: report this as a bug")
+                outputs[int(index)] = _with_dim_order(results[name], self._spec.outputs[int(index)])
+        return [outputs.get(i, torch.empty(())) for i in range(len(self._spec.outputs))]
 
 
 def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

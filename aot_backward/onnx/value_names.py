@@ -54,41 +54,41 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
     numbers = _numbers(entry.step) if entry.step is not None else ()
     symbols = {s.name: s.label for s in variant.symbols}
     arguments = argument_names(entry, variant)
-    taken = {*constants.values(), *(n.name for n in numbers), *arguments}
-    named = [free_name(name, "output", taken) for name in _results(variant, entry.kind)]
+    used_names = {*constants.values(), *(n.name for n in numbers), *arguments}
+    output_names = [free_name(name, "output", used_names) for name in _results(variant, entry.kind)]
     assert plan.call is not None
-    kept = _kept(variant, arguments)
+    saved = _kept(variant, arguments)
     inputs = []
     for operand in plan.call.operands:
-        kind, _, where = operand.partition(":")
+        kind, _, key = operand.partition(":")
         if kind == "input":
-            inputs.append(arguments[int(where)])
+            inputs.append(arguments[int(key)])
         elif kind == "saved":
-            inputs.append(kept[int(where)])
+            inputs.append(saved[int(key)])
         elif kind == "cotangent":
-            inputs.append(f"grad.{named[variant.differentiable[int(where)]]}")
+            inputs.append(f"grad.{output_names[variant.differentiable[int(key)]]}")
         else:
-            inputs.append(f"size.{labelled(where, symbols)}".replace(" ", ""))
+            inputs.append(f"size.{labelled(key, symbols)}".replace(" ", ""))
     by_name = {s.name: s.weight for s in entry.state}
     outputs: list[tuple[str, str]] = []
     if plan.outputs:
-        for name, source, spec in zip(named, plan.outputs, variant.outputs, strict=True):
+        for name, source, spec in zip(output_names, plan.outputs, variant.outputs, strict=True):
             if not source.startswith("result:") and spec.requires_grad and role == "forward":
                 raise ExportError(
                     f"{name} is an unchanged input or parameter, and its incoming gradient would bypass the graph: return a copy (.clone())"
                 )
-        found = [(n, _source(source, plan, by_name)) for n, source in zip(named, plan.outputs, strict=True)]
-        outputs += [(n, source) for n, source in found if source]
+        sources = [(n, _source(source, plan, by_name)) for n, source in zip(output_names, plan.outputs, strict=True)]
+        outputs += [(n, source) for n, source in sources if source]
     if role == "forward":
         outputs += [(f"saved.{i}", s) for i, s in enumerate(plan.saved) if s.startswith("result:")]
     for gradient in plan.gradients:
         if gradient.source:
-            kind, _, where = gradient.of.partition(":")
-            outputs.append((f"grad.{where if kind == 'parameter' else arguments[int(where)]}", gradient.source))
+            kind, _, key = gradient.of.partition(":")
+            outputs.append((f"grad.{key if kind == 'parameter' else arguments[int(key)]}", gradient.source))
     if entry.step is not None and role in ("step", "update"):
         last = max((int(s.partition(":")[2]) for s in plan.outputs if s.startswith("result:")), default=-1)
-        for wanted, output in ((entry.step.norm, "grad_norm"), (entry.step.finite, "finite")):
-            if wanted:
+        for enabled, output in ((entry.step.norm, "grad_norm"), (entry.step.finite, "finite")):
+            if enabled:
                 last += 1
                 outputs.append((output, f"result:{last}"))
         outputs.append((f"updated.{numbers[1].name}", "first:finite" if entry.step.finite else "first:"))
@@ -101,9 +101,9 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
 
 def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
     """Return ``source`` in the form of :class:`Names`: inputs by their place among the graph's own, "" for other inputs."""
-    kind, _, where = source.partition(":")
+    kind, _, key = source.partition(":")
     if kind == "parameter":
-        return f"constant:{weights[where]}"
+        return f"constant:{weights[key]}"
     if kind == "input":
         assert plan.call is not None
         if source not in plan.call.operands:
@@ -120,8 +120,8 @@ def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
 
 def _results(variant: VariantSpec, kind: str) -> list[str]:
     """Return the names of the flat output tensors: ``output``, ``output.0``, the keys of a dict; a loss is ``loss``."""
-    found = dict(_leaves(variant.out_tree, ""))
-    names = [found[i] or "output" for i in range(len(variant.outputs))]
+    leaves = dict(_leaves(variant.out_tree, ""))
+    names = [leaves[i] or "output" for i in range(len(variant.outputs))]
     names = [f"output.{n}" if n[0].isdigit() else n for n in names]
     if kind in ("grad", "step") and names[0] in ("output", "output.0"):
         names[0] = "loss"

@@ -63,12 +63,12 @@ def _with_values(translated: Translated, places: Mapping[str, tuple[int, int]], 
     out = onnx.ModelProto()
     out.CopyFrom(translated.model)
     for name, tensor in _values(translated).items():
-        made = out.graph.initializer.add(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype))
+        initializer = out.graph.initializer.add(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype))
         key = _key(translated, name)
         if key not in places:
-            made.raw_data = numpy_of(tensor).tobytes()
+            initializer.raw_data = numpy_of(tensor).tobytes()
             continue
-        made.data_location = onnx.TensorProto.EXTERNAL
+        initializer.data_location = onnx.TensorProto.EXTERNAL
         for entry, value in zip(("location", "offset", "length"), (file, *places[key]), strict=True):
-            made.external_data.add(key=entry, value=str(value))
+            initializer.external_data.add(key=entry, value=str(value))
     return out

@@ -65,9 +65,9 @@ class Build:
                 verdicts = list[Verdict]()
                 for package in packages:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
-                    not_run = Verdict(f"not run: {package}")
+                    verdict = Verdict(f"not run: {package}")
                     try:
-                        verdicts.append(not_run if isinstance(package, str) else self._checks[name](package, i, variant, stored, None))
+                        verdicts.append(verdict if isinstance(package, str) else self._checks[name](package, i, variant, stored, None))
                     except WrongResult as error:
                         error.variant = name, i
                         raise
@@ -108,11 +108,11 @@ class Build:
         def check() -> object:
             return self._checks[name](load, number, entry.variants[number], {}, None)
 
-        done = kernel_search.repair(self.contents, (f"{name}.{number}.", f"{name}.update"), check, error)
-        self.contents.notes[f"kernels of {name}{f' variant {number}' if len(entry.variants) > 1 else ''}"] = done
-        log.warning("%s: %s", name, done)
+        note = kernel_search.repair(self.contents, (f"{name}.{number}.", f"{name}.update"), check, error)
+        self.contents.notes[f"kernels of {name}{f' variant {number}' if len(entry.variants) > 1 else ''}"] = note
+        log.warning("%s: %s", name, note)
 
     def _features(self) -> tuple[str, ...]:
         """Return the features that a runtime needs to read the package correctly."""
-        plans = [p for e in self.entries.values() for one in e.variants for v in one.orders for p in (v.backward,) if p is not None]
+        plans = [p for e in self.entries.values() for variant in e.variants for v in variant.orders for p in (v.backward,) if p is not None]
         return (*(["fill"] if self.contents.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))

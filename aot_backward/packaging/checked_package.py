@@ -57,9 +57,9 @@ def checked_package(
         libraries = {stem: artifact.library for stem, artifact in contents.artifacts.items()}
         manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=runtime == "standalone", progress=progress)
         progress("write", 0, 1)
-        written = write(path, manifest, graphs=contents.portables)
+        written_manifest = write(path, manifest, graphs=contents.portables)
         progress("write", 1, 1)
-    operators.say(written.operators)
+    operators.say(written_manifest.operators)
     return manifest
 
 
@@ -69,7 +69,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
     programs = _programs(entries)
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
         buffers = [b for p in programs for b in p.buffers()]  # read under the lock: another thread's export of the same module may be changing them
-        kept = [b.detach().clone() for b in buffers]
+        copies = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))
             stack.enter_context(preserve.attributes_kept(program))
@@ -78,7 +78,7 @@ def everything_kept(entries: Entries) -> Iterator[None]:
         finally:
             torch.clear_autocast_cache()
             with torch.no_grad():
-                for buffer, value in zip(buffers, kept, strict=True):
+                for buffer, value in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
 

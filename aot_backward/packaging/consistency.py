@@ -34,36 +34,36 @@ def _problem(variant: VariantSpec, plan: Plan, manifest: Manifest) -> str | None
         return None
     library = manifest.libraries[plan.call.library]
     results = {f"result:{i}": spec for i, spec in enumerate(library.outputs)}
-    known = {f"input:{i}": spec for i, spec in enumerate(variant.inputs)} | {f"cotangent:{i}": spec for i, spec in enumerate(variant.cotangents)}
+    specs = {f"input:{i}": spec for i, spec in enumerate(variant.inputs)} | {f"cotangent:{i}": spec for i, spec in enumerate(variant.cotangents)}
     if variant.forward is not None and variant.forward.call is not None:
-        made = {f"result:{i}": spec for i, spec in enumerate(manifest.libraries[variant.forward.call.library].outputs)}
-        known |= {f"saved:{i}": (known | made)[text] for i, text in enumerate(variant.forward.saved)}
-    pairs = [(text, known.get(text), wanted) for text, wanted in zip(plan.call.operands, library.inputs, strict=True)]
+        forward_results = {f"result:{i}": spec for i, spec in enumerate(manifest.libraries[variant.forward.call.library].outputs)}
+        specs |= {f"saved:{i}": (specs | forward_results)[text] for i, text in enumerate(variant.forward.saved)}
+    pairs = [(text, specs.get(text), expected) for text, expected in zip(plan.call.operands, library.inputs, strict=True)]
     if plan is not variant.backward:
-        pairs += [(text, results.get(text), wanted) for text, wanted in zip(plan.outputs, variant.outputs, strict=True)]
-    for text, given, wanted in pairs:
-        if given is not None and not _same(given, wanted, variant.symbols):
-            return f"{text}: expected {wanted.name}, {_words(wanted)}, got {_words(given)}"
+        pairs += [(text, results.get(text), expected) for text, expected in zip(plan.outputs, variant.outputs, strict=True)]
+    for text, actual, expected in pairs:
+        if actual is not None and not _same(actual, expected, variant.symbols):
+            return f"{text}: expected {expected.name}, {_words(expected)}, got {_words(actual)}"
     return None
 
 
-def _same(given: TensorSpec, wanted: TensorSpec, symbols: Sequence[SymbolSpec]) -> bool:
+def _same(actual: TensorSpec, expected: TensorSpec, symbols: Sequence[SymbolSpec]) -> bool:
     """Return whether dtype, device, sizes and strides are the same. The stride of a dimension of size 0 or 1 does not matter."""
-    if (given.dtype, given.device) != (wanted.dtype, wanted.device) or not _equal(given.shape, wanted.shape, symbols):
+    if (actual.dtype, actual.device) != (expected.dtype, expected.device) or not _equal(actual.shape, expected.shape, symbols):
         return False
-    strides = [(a, b) for n, a, b in zip(wanted.shape, given.stride, wanted.stride, strict=True) if n not in (0, 1)]
-    return 0 in wanted.shape or _equal([a for a, _ in strides], [b for _, b in strides], symbols)
+    strides = [(a, b) for n, a, b in zip(expected.shape, actual.stride, expected.stride, strict=True) if n not in (0, 1)]
+    return 0 in expected.shape or _equal([a for a, _ in strides], [b for _, b in strides], symbols)
 
 
 def _equal(a: Sequence[Size], b: Sequence[Size], symbols: Sequence[SymbolSpec]) -> bool:
     """Return whether the sizes are written the same, or have equal values for three assignments of the symbols."""
     if len(a) != len(b):
         return False
-    unequal = [(x, y) for x, y in zip(a, b, strict=True) if x != y]
-    if any(not symbols_of(x) and not symbols_of(y) for x, y in unequal):
+    differences = [(x, y) for x, y in zip(a, b, strict=True) if x != y]
+    if any(not symbols_of(x) and not symbols_of(y) for x, y in differences):
         return False
-    tried = [{s.name: max(s.minimum, 2) + factor * (n + 1) for n, s in enumerate(symbols)} for factor in (0, 7, 1009)]
-    return all(evaluate(x, values) == evaluate(y, values) for values in tried for x, y in unequal)
+    assignments = [{s.name: max(s.minimum, 2) + factor * (n + 1) for n, s in enumerate(symbols)} for factor in (0, 7, 1009)]
+    return all(evaluate(x, values) == evaluate(y, values) for values in assignments for x, y in differences)
 
 
 def _words(spec: TensorSpec) -> str:

@@ -94,17 +94,17 @@ class Contents:
             if only not in (None, number):
                 continue
             (folder / str(number)).mkdir()
-            made = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
-            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
+            artifacts = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
 
     def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
         """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks, as far as possible."""
         for _ in range(_DECOMPOSED):
-            lacking = {name for artifact in self._artifacts(graph.name) for name in standalone.lacking([artifact.library], artifact.operators)}
-            found = replaced.without(graph, lacking, joint.fake_mode) if lacking else None
-            if found is None:
+            missing = {name for artifact in self._artifacts(graph.name) for name in standalone.lacking([artifact.library], artifact.operators)}
+            new_graph = replaced.without(graph, missing, joint.fake_mode) if missing else None
+            if new_graph is None:
                 break
-            graph = found
+            graph = new_graph
             self._compile([graph], joint, only)
         return graph
 
@@ -119,7 +119,7 @@ class Contents:
 
     def manifest(self, entries: Mapping[str, EntrySpec]) -> Manifest:
         """Return the manifest of a package of ``entries``, without verdicts, features and members."""
-        further = len(self.specs) - 1
+        extra_targets = len(self.specs) - 1
         return Manifest(
             format_version=FORMAT_VERSION,
             required_features=(),
@@ -127,7 +127,7 @@ class Contents:
             torch=torch.__version__,
             target=self.specs[0],
             targets=self.specs[1:],
-            entries={name: _without_verdicts(entry, further) for name, entry in entries.items()},
+            entries={name: _without_verdicts(entry, extra_targets) for name, entry in entries.items()},
             libraries=self.libraries(),
             weights={
                 k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k)) for k, t in self.weights.items()
@@ -149,13 +149,13 @@ class Contents:
 
     def mark(self) -> list[dict[str, Any]]:
         """Return a snapshot of the collected data, for :meth:`back_to`."""
-        return [dict(collected) for collected in self._collected]
+        return [dict(table) for table in self._collected]
 
     def back_to(self, mark: list[dict[str, Any]]) -> None:
         """Restore the collected data to the snapshot ``mark``."""
-        for collected, then in zip(self._collected, mark, strict=True):
-            collected.clear()
-            collected.update(then)
+        for table, snapshot in zip(self._collected, mark, strict=True):
+            table.clear()
+            table.update(snapshot)
 
     @property
     def _collected(self) -> tuple[dict[str, Any], ...]:
@@ -195,17 +195,17 @@ class Contents:
     def _refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
         """Raise if two tensors share memory: loading would make them independent."""
         first, last = _span(tensor)
-        for other, known in self._keyed:
-            start, end = _span(known)
+        for other_name, other_tensor in self._keyed:
+            start, end = _span(other_tensor)
             if first < end and start < last:
                 raise ExportError(
-                    f"{name} and {other} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
+                    f"{name} and {other_name} share memory without being one tensor; tie them (module.weight = other.weight), or clone one of them"
                 )
 
 
-def _without_verdicts(entry: EntrySpec, further: int) -> EntrySpec:
-    """Return ``entry`` with empty verdicts for ``further`` targets."""
-    verdicts = (Verdict("not run"),) * further
+def _without_verdicts(entry: EntrySpec, count: int) -> EntrySpec:
+    """Return ``entry`` with empty verdicts for ``count`` targets."""
+    verdicts = (Verdict("not run"),) * count
     return dataclasses.replace(entry, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants))
 
 

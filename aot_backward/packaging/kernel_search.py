@@ -48,50 +48,50 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
         return True
 
     suspects = sorted({str(node.target) for graph in graphs for node in graph.module.graph.nodes if _has_kernel(node)})
-    found = None
+    culprits = None
     if passes(suspects):
-        found = _fewest(suspects, passes, lambda: tries >= _TRIES - 1)
+        culprits = _fewest(suspects, passes, lambda: tries >= _TRIES - 1)
     elif not runs:
-        found = next(([s] for s in suspects if tries < _SINGLE_TRIES and passes([s])), None)
-    if found is not None and not passes(found):  # the last compilation used other operators
-        found = None
+        culprits = next(([s] for s in suspects if tries < _SINGLE_TRIES and passes([s])), None)
+    if culprits is not None and not passes(culprits):  # the last compilation used other operators
+        culprits = None
     contents.progress(f"find the operator that differs from eager, {tries} of at most {_TRIES}", _TRIES, _TRIES)
-    if found is None:
+    if culprits is None:
         contents.back_to(before)
         _mark(graphs, frozenset())
         raise error
     lines = {f"{line.file}:{line.number}: {line.text}" for graph in graphs for n in _marked(graph) if (line := n.meta.get(LINE)) and line.file}
-    where = f" ({'; '.join(sorted(lines)[:3])})" if lines else ""
-    said = str(error).partition("; nothing was written")[0]
-    return f"PyTorch's own kernels compute {', '.join(found)}{where}, because compiled code gave other numbers: {said}"
+    location = f" ({'; '.join(sorted(lines)[:3])})" if lines else ""
+    message = str(error).partition("; nothing was written")[0]
+    return f"PyTorch's own kernels compute {', '.join(culprits)}{location}, because compiled code gave other numbers: {message}"
 
 
-def _fewest(suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], ended: Callable[[], bool]) -> list[str]:
+def _fewest(suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], exhausted: Callable[[], bool]) -> list[str]:
     """Return a minimal part of ``suspects`` that passes, as far as the number of compilations allows.
 
     Source: delta debugging (Zeller and Hildebrandt, 2002)."""
-    found, parts = list(suspects), 2
-    while len(found) > 1 and not ended():
-        size = -(-len(found) // parts)
-        chunks = [found[i : i + size] for i in range(0, len(found), size)]
-        others = [[s for s in found if s not in chunk] for chunk in chunks] if len(chunks) > 2 else []
-        smaller = next((part for part in (*chunks, *others) if not ended() and passes(part)), None)
+    remaining, parts = list(suspects), 2
+    while len(remaining) > 1 and not exhausted():
+        size = -(-len(remaining) // parts)
+        chunks = [remaining[i : i + size] for i in range(0, len(remaining), size)]
+        complements = [[s for s in remaining if s not in chunk] for chunk in chunks] if len(chunks) > 2 else []
+        smaller = next((part for part in (*chunks, *complements) if not exhausted() and passes(part)), None)
         if smaller is not None:
             parts = 2 if smaller in chunks else max(parts - 1, 2)
-            found = smaller
-        elif parts >= len(found):
+            remaining = smaller
+        elif parts >= len(remaining):
             break
         else:
-            parts = min(2 * parts, len(found))
-    return found
+            parts = min(2 * parts, len(remaining))
+    return remaining
 
 
 def _compile(contents: Contents, graphs: Sequence[Graph], operators: frozenset[str]) -> None:
     _mark(graphs, operators)
     for joint in {id(joint): joint for graph in graphs for joint in [contents.joints[graph.name]]}.values():
-        assumed = joint.sizes.guards()
+        guards = joint.sizes.guards()
         contents.compile([graph for graph in graphs if contents.joints[graph.name] is joint], joint)
-        if joint.sizes.guards() != assumed:
+        if joint.sizes.guards() != guards:
             raise ExportError("the code holds for fewer sizes")
 
 

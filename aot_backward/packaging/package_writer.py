@@ -46,8 +46,8 @@ _CHUNK = 1 << 20
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
 
-def library_spec(graph: Graph, artifact: Artifact, *further: Artifact) -> LibrarySpec:
-    """Return the manifest's description of a compiled graph, without the members, which :func:`write_package` fills in. ``further``: the same graph
+def library_spec(graph: Graph, artifact: Artifact, *builds: Artifact) -> LibrarySpec:
+    """Return the manifest's description of a compiled graph, without the members, which :func:`write_package` fills in. ``builds``: the same graph
     for the package's further targets."""
     return LibrarySpec(
         member="",
@@ -61,7 +61,7 @@ def library_spec(graph: Graph, artifact: Artifact, *further: Artifact) -> Librar
         glibcxx=artifact.glibcxx,
         nodes=graph.nodes,
         operators=artifact.operators,
-        builds=tuple(_build_spec(a) for a in further),
+        builds=tuple(_build_spec(a) for a in builds),
     )
 
 
@@ -104,10 +104,10 @@ def write_package(
     libraries = {name: _named(name, spec, artifacts, manifest.targets, name in graphs) for name, spec in manifest.libraries.items()}
     if len({name.casefold() for name in libraries}) != len(libraries):
         raise ExportError(f"names of graphs differ in case only: {sorted(libraries)}")
-    filled = {name: spec for name, spec in manifest.weights.items() if spec.fill is not None}
-    weights = {name: tensor for name, tensor in weights.items() if name not in filled}
-    kept = {f"weight {name!r}": _plain(f"weight {name!r}", t, manifest.has_weights) for name, t in weights.items()}
-    specs = {name: _weight_spec(name, kept[f"weight {name!r}"]) for name in weights}
+    fill_specs = {name: spec for name, spec in manifest.weights.items() if spec.fill is not None}
+    weights = {name: tensor for name, tensor in weights.items() if name not in fill_specs}
+    tensors = {f"weight {name!r}": _plain(f"weight {name!r}", t, manifest.has_weights) for name, t in weights.items()}
+    specs = {name: _weight_spec(name, tensors[f"weight {name!r}"]) for name in weights}
 
     def fill(archive: _Writer) -> Manifest:
         for name, data in _PT2.items():
@@ -122,20 +122,20 @@ def write_package(
             archive.add(libraries[name].graph, len(data), [data])
         digests = dict.fromkeys(weights, "")
         if manifest.has_weights:
-            digests = archive.add_tensors(WEIGHTS_MEMBER, {name: kept[f"weight {name!r}"] for name in weights})
+            digests = archive.add_tensors(WEIGHTS_MEMBER, {name: tensors[f"weight {name!r}"] for name in weights})
         if examples:
             archive.add_tensors(EXAMPLES_MEMBER, {name: _plain(f"example {name!r}", t, True) for name, t in examples.items()})
-        complete = dataclasses.replace(
+        complete_manifest = dataclasses.replace(
             manifest,
             libraries=libraries,
-            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()} | filled,
+            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()} | fill_specs,
             members=dict(archive.members),
             operators=operators_of(manifest),
         )
-        check_consistent(complete)
-        data = to_json(complete)
+        check_consistent(complete_manifest)
+        data = to_json(complete_manifest)
         archive.add(MANIFEST_MEMBER, len(data), [data])
-        return complete
+        return complete_manifest
 
     try:
         with replacing(path.resolve()) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -214,13 +214,13 @@ def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targ
     return dataclasses.replace(spec, **members(None), builds=builds, graph=f"{GRAPH_FOLDER}/{name}.json" if portable else "")
 
 
-def _plain(what: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:
+def _plain(label: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.layout != torch.strided or (with_data and (type(tensor) is not torch.Tensor or tensor.is_meta)):
         kind = f"{type(tensor).__name__} of layout {tensor.layout} on {tensor.device}"
-        raise ExportError(f"{what} is a {kind}; only plain tensors can be stored")
+        raise ExportError(f"{label} is a {kind}; only plain tensors can be stored")
     if not stored_as(dtype_name(tensor), ())[0]:
-        raise ExportError(f"{what} has dtype {tensor.dtype}, which a package cannot store")
+        raise ExportError(f"{label} has dtype {tensor.dtype}, which a package cannot store")
     return tensor
 
 

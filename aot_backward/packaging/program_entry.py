@@ -73,23 +73,23 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             kind="module" if isinstance(entry, Module) else "grad",
             signature=signature,
             names=functools.partial(_names, entry, variant, program, signature),
-        ) as (example, wanted, joint):
+        ) as (example, targets, joint):
             prefix = f"{name}.{i}"
-            apart = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
+            submodules = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
             if isinstance(entry, Module):
-                candidates = _module_candidates(contents, prefix, entry, program, state, example, joint, weights, apart)
+                candidates = _module_candidates(contents, prefix, entry, program, state, example, joint, weights, submodules)
             else:
-                wrt = tuple(_by_number(wanted or [], joint, weights))
-                candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, apart)]
-            compared = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, candidates[0].graphs)))
+                wrt = tuple(_by_number(targets or [], joint, weights))
+                candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, submodules)]
+            check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, candidates[0].graphs)))
             label = f"{name} variant {i}" if len(entry.variants) > 1 else name
-            subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, compared.wrt), example)
-            case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, compared, example), joint)
-            chosen = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
-            hold_declared_sizes(chosen.spec(), joint.sizes, program, example)
-            variants.append(chosen.spec())
+            subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, check_case.wrt), example)
+            case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint)
+            choice = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
+            hold_declared_sizes(choice.spec(), joint.sizes, program, example)
+            variants.append(choice.spec())
             examples.append(example)
-            cases.append(compared)
+            cases.append(check_case)
 
     def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
@@ -109,11 +109,11 @@ def _names(entry: Module | Grad, variant: Variant, program: nn.Module, signature
 
 
 def _grad_entry(spec: EntrySpec, entry: Grad, wrt: Wrt) -> EntrySpec:
-    names = [where if kind == "parameter" else spec.variants[0].inputs[where].name for kind, where in wrt]
+    names = [key if kind == "parameter" else spec.variants[0].inputs[key].name for kind, key in wrt]
     return dataclasses.replace(
         spec,
         kind="grad",
-        wrt=tuple(f"{kind}:{where}" for kind, where in wrt),
+        wrt=tuple(f"{kind}:{key}" for kind, key in wrt),
         names=tuple(names),
         single=isinstance(entry.wrt, str) and len(names) == 1,
         has_aux=entry.has_aux,
@@ -128,12 +128,14 @@ def _grad_candidate(
     joint: Joint,
     weights: Weights,
     wrt: Wrt,
-    apart: tuple[str, ...],
+    submodules: tuple[str, ...],
 ) -> tuning.Candidate:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
         raise ExportError(f"{entry_name}: expected a loss, got {describe(joint.out_tree)}. If the loss comes first, say has_aux=True")
     partitions = partition.split_grad(joint, prefix, weights, wrt)
-    return tuning.Candidate("whole", partitions.graphs, lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=apart))
+    return tuning.Candidate(
+        "whole", partitions.graphs, lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=submodules)
+    )
 
 
 def _module_candidates(
@@ -145,7 +147,7 @@ def _module_candidates(
     example: Example,
     joint: Joint,
     weights: Weights,
-    apart: tuple[str, ...],
+    submodules: tuple[str, ...],
 ) -> list[tuning.Candidate]:
     """Return one candidate per partitioner: the forward, the backward and its derivatives up to ``entry.order``, split into graphs."""
     higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
@@ -154,17 +156,19 @@ def _module_candidates(
     def candidate(partitioner: str) -> tuning.Candidate:
         partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval", partitioner=partitioner)
         partitions_of_higher = [
-            partition.split_module(one.joint, f"{prefix}.order{order}", weights, forward_only=False, partitioner=partitioner)
-            for order, one in enumerate(higher, start=2)
+            partition.split_module(grad.joint, f"{prefix}.order{order}", weights, forward_only=False, partitioner=partitioner)
+            for order, grad in enumerate(higher, start=2)
         ]
 
         def spec() -> VariantSpec:
             double: VariantSpec | None = None
-            for one, own in reversed(list(zip(higher, partitions_of_higher, strict=True))):
-                double = dataclasses.replace(variant_spec(example.mode, one.joint, own), gives=one.gives, random=one.random, double=double)
-            return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached, set_apart=apart)
+            for grad, own_partitions in reversed(list(zip(higher, partitions_of_higher, strict=True))):
+                double = dataclasses.replace(
+                    variant_spec(example.mode, grad.joint, own_partitions), gives=grad.gives, random=grad.random, double=double
+                )
+            return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached, set_apart=submodules)
 
-        return tuning.Candidate(partitioner, [graph for one in (partitions, *partitions_of_higher) for graph in one.graphs], spec)
+        return tuning.Candidate(partitioner, [graph for part in (partitions, *partitions_of_higher) for graph in part.graphs], spec)
 
     return tuning.partitioned(candidate, example, contents.device, contents.tune)
 
@@ -179,10 +183,10 @@ def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint,
 
 
 def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Graph]) -> None:
-    known = _known_sizes(joint)
+    before = _known_sizes(joint)
     contents.compile(graphs, joint)
-    if (now := _known_sizes(joint)) != known:
-        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in now.keys() - known.keys()]
+    if (after := _known_sizes(joint)) != before:
+        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in after.keys() - before.keys()]
         raise ExportError(
             f"{prefix}: the compiler fixed {' and '.join(fixed) or 'a size'}, which is declared dynamic; make it static, or report the model"
         )
@@ -194,12 +198,12 @@ def _known_sizes(joint: Joint) -> dict[Any, Any]:
     return {symbol: value for symbol, value in replacements.items() if not torch_api.free_unbacked_symbols(symbol)}
 
 
-def _by_number(wanted: Names, joint: Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
-    """Yield ``wanted`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
+def _by_number(targets: Names, joint: Joint, weights: Weights) -> Iterator[tuple[str, Any]]:
+    """Yield ``targets`` as the joint graph names it: inputs by number, a tied parameter by its first name."""
     first: dict[str, str] = {}
     for name, (key, _) in weights.items():
         first.setdefault(key, name)
-    for kind, name in wanted:
+    for kind, name in targets:
         yield (kind, first[weights[name][0]]) if kind == "parameter" else (kind, joint.input_names.index(name))
 
 

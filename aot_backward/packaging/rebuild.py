@@ -88,9 +88,9 @@ def rebuild(
     check_registered(archive.manifest, source, recorded_too=True)
     names = names or targets.parsed(",".join(_target_name(t) for t in targets_of(archive.manifest)))
     _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, names[0])
-    if lacking := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
-        why = archive.manifest.notes.get(f"no portable graph of {lacking[0]}", "")
-        raise ExportError(f"{source} has no portable graph of {lacking[0]}{why and f' ({why})'}; export it again from the model's source")
+    if missing := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
+        note = archive.manifest.notes.get(f"no portable graph of {missing[0]}", "")
+        raise ExportError(f"{source} has no portable graph of {missing[0]}{note and f' ({note})'}; export it again from the model's source")
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         rebuilt = RebuiltGraphs(archive, names, Path(folder), progress)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the graphs already contain the casts
@@ -120,14 +120,14 @@ def check_target(target: str) -> None:
 
 def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None:
     """Raise if graphs with autocast move to another device: their casts follow ``device``, and each device casts other operators."""
-    other = target.partition(":")[0]
-    if other == device:
+    device_type = target.partition(":")[0]
+    if device_type == device:
         return
     for name, entry in manifest.entries.items():
         ambients = [*(v.ambient for v in entry.variants), *(v.ambient for s in entry.structures for v in s.variants)]
         if cast := {a.autocast for a in ambients} - {""}:
             raise ExportError(
-                f"entry {name!r} was captured under autocast {cast.pop()} for {device}, and {other} casts other operators: export it from the "
+                f"entry {name!r} was captured under autocast {cast.pop()} for {device}, and {device_type} casts other operators: export it from the "
                 f"model's source with target={target!r}"
             )
 
@@ -179,14 +179,14 @@ def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, to
     for name, entry in manifest.entries.items():
 
         def with_verdicts(variant: Any, place: tuple[Any, ...]) -> Any:
-            first, *further = (found[place] for found in verdicts)
-            return dataclasses.replace(variant, verdict=first, verdicts=tuple(further))
+            first, *rest = (by_place[place] for by_place in verdicts)
+            return dataclasses.replace(variant, verdict=first, verdicts=tuple(rest))
 
         variants = tuple(with_verdicts(v, (name, i)) for i, v in enumerate(entry.variants))
         structures = []
         for structure in entry.structures:
-            every = tuple(with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
-            structures.append(dataclasses.replace(structure, variants=every))
+            checked_variants = tuple(with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
+            structures.append(dataclasses.replace(structure, variants=checked_variants))
         updates = tuple(with_verdicts(u, (name, u.library)) for u in entry.updates)
         clippings = tuple(with_verdicts(c, (name, c.library)) for c in entry.clippings)
         entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures), updates=updates, clippings=clippings)
@@ -200,26 +200,26 @@ def _verdicts(
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
     manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
     reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
-    alone, paths, weights, graphs = seen_as(manifest, number), rebuilt.paths(number), rebuilt.weights, rebuilt.graphs
-    for name, entry in alone.entries.items():
+    view, paths, weights, graphs = seen_as(manifest, number), rebuilt.paths(number), rebuilt.weights, rebuilt.graphs
+    for name, entry in view.entries.items():
         total = len(entry.variants)
         for i in range(total):
             rebuilt.progress(f"check {name}", i, total)
-            why = reason or ("" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs")
-            if why:
-                verdict = Verdict(f"not run: {why}")
+            skip_reason = reason or ("" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs")
+            if skip_reason:
+                verdict = Verdict(f"not run: {skip_reason}")
             else:
-                verdict = graph_check.check_variant(load_unwritten(alone, paths, weights), name, i, examples, graphs)
+                verdict = graph_check.check_variant(load_unwritten(view, paths, weights), name, i, examples, graphs)
             yield (name, i), verdict
         rebuilt.progress(f"check {name}", total, total)
         for structure in entry.structures:
-            for i, recorded in enumerate(structure.variants):
-                verdict = Verdict(f"not run: {reason}") if reason else graph_check.check_pass(alone, recorded, paths, weights, graphs)
+            for i, variant in enumerate(structure.variants):
+                verdict = Verdict(f"not run: {reason}") if reason else graph_check.check_pass(view, variant, paths, weights, graphs)
                 yield (name, structure.fingerprint, i), verdict
         for update in entry.updates:
-            yield (name, update.library), Verdict(f"not run: {reason}") if reason else graph_check.check_update(alone, update, paths, graphs)
+            yield (name, update.library), Verdict(f"not run: {reason}") if reason else graph_check.check_update(view, update, paths, graphs)
         for clipping in entry.clippings:
-            yield (name, clipping.library), Verdict(f"not run: {reason}") if reason else graph_check.check_clipping(alone, clipping, paths, graphs)
+            yield (name, clipping.library), Verdict(f"not run: {reason}") if reason else graph_check.check_clipping(view, clipping, paths, graphs)
 
 
 def _without_verdicts(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:

@@ -46,13 +46,13 @@ class RebuiltGraphs:
         manifest = self.archive.manifest
         self.specs = tuple(targets.target_spec(name) for name in self.names)
         stored = load_weights(self.archive) if manifest.has_weights else {}
-        absent = {
+        missing = {
             key: torch.empty_strided(w.shape, w.stride, dtype=getattr(torch, w.dtype))  # compiling needs their shapes
             for key, w in manifest.weights.items()
             if key not in stored and w.fill is None
         }
-        self.weights = filled(self.archive) | stored | absent
-        self.complete = not absent
+        self.weights = filled(self.archive) | stored | missing
+        self.complete = not missing
 
     def stored_weights(self) -> dict[str, torch.Tensor]:
         return {key: self.weights[key] for key in self.archive.manifest.weights}
@@ -74,23 +74,23 @@ class RebuiltGraphs:
         for name, entry in self.archive.manifest.entries.items():
             first = entry.variants[0] if entry.variants else None
             update = entry.step.update if entry.step is not None else None
-            shared = [update.call.library] if update is not None and update.call is not None else []
-            variants = [self._variant(v, shared if v is first else []) for v in entry.variants]
+            libraries = [update.call.library] if update is not None and update.call is not None else []
+            variants = [self._variant(v, libraries if v is first else []) for v in entry.variants]
             structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
-            for recorded in entry.in_place:
-                self._compile([recorded.library], _STATIC)
+            for spec in entry.in_place:
+                self._compile([spec.library], _STATIC)
             updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # the speed was measured with other code
             clippings = tuple(dataclasses.replace(c, speed=None) for c in entry.clippings)
             self.entries[name] = dataclasses.replace(
                 entry, variants=tuple(variants), structures=tuple(structures), updates=updates, clippings=clippings
             )
 
-    def _variant(self, variant: VariantSpec, further: Sequence[str] = ()) -> VariantSpec:
+    def _variant(self, variant: VariantSpec, extra: Sequence[str] = ()) -> VariantSpec:
         plans = [getattr(variant, role) for role in ROLES]
         names = [p.call.library for p in plans if p is not None and p.call is not None]
-        assumed = self._compile((*names, *further), variant)
+        assumptions = self._compile((*names, *extra), variant)
         double = variant.double and self._variant(variant.double)
-        return dataclasses.replace(variant, **assumed, double=double)
+        return dataclasses.replace(variant, **assumptions, double=double)
 
     def _pass(self, variant: PassSpec) -> PassSpec:
         return dataclasses.replace(variant, **self._compile([s.library for s in variant.segments if s.library], variant))
@@ -107,31 +107,31 @@ class RebuiltGraphs:
             sizes = form.get("sizes")
             if not isinstance(sizes, dict):
                 raise PackageError(f"the portable graph {name} lacks the example's sizes")
-            if odd := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
-                raise PackageError(f"the portable graph {name} was traced with another value of {odd[0]} than the other graphs of its variant")
+            if mismatches := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
+                raise PackageError(f"the portable graph {name} was traced with another value of {mismatches[0]} than the other graphs of its variant")
         try:
             world, graphs = self._read(variant, forms, hints, oblivious=True)
         except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
             if any(s.minimum < 2 for s in variant.symbols):
                 raise
             world, graphs = self._read(variant, forms, hints, oblivious=False)
-        known = {symbol: expression_of(size) for symbol, size in world.carried.items()}
+        expressions = {symbol: expression_of(size) for symbol, size in world.carried.items()}
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
-            made = compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress) if graphs else {}
-            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in made.items()}
+            artifacts = compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress) if graphs else {}
+            self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
         self.graphs |= {graph.name: graph for graph in graphs}
-        if any(expression_of(size) != known[symbol] for symbol, size in world.carried.items()):
+        if any(expression_of(size) != expressions[symbol] for symbol, size in world.carried.items()):
             raise ExportError(f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package")
-        assumed = _assumed(variant, world)
-        for before, after in zip(variant.symbols, assumed["symbols"], strict=True):
+        assumptions = _assumed(variant, world)
+        for before, after in zip(variant.symbols, assumptions["symbols"], strict=True):
             if (before.minimum, before.maximum) != (after.minimum, after.maximum):
                 top = "" if after.maximum is None else f" to {after.maximum}"
                 self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum}{top}")
-        if further := assumed["guards"][len(variant.guards) :]:
-            self.narrowed.append(f"{names[0]}: only if {' and '.join(further)}")
-        return assumed
+        if new_guards := assumptions["guards"][len(variant.guards) :]:
+            self.narrowed.append(f"{names[0]}: only if {' and '.join(new_guards)}")
+        return assumptions
 
     def _read(
         self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
@@ -166,7 +166,7 @@ def _assumed(variant: VariantSpec | PassSpec, world: RestoredShapes) -> dict[str
     for spec, symbol in zip(variant.symbols, world.names, strict=True):
         bounds = env.var_to_range[symbol]
         upper = int(bounds.upper) if bounds.upper.is_Integer and int(bounds.upper) < 1 << 62 else None
-        most = upper if spec.maximum is None else min(spec.maximum, upper if upper is not None else spec.maximum)
-        symbols.append(dataclasses.replace(spec, minimum=max(spec.minimum, int(bounds.lower)), maximum=most))
+        maximum = upper if spec.maximum is None else min(spec.maximum, upper if upper is not None else spec.maximum)
+        symbols.append(dataclasses.replace(spec, minimum=max(spec.minimum, int(bounds.lower)), maximum=maximum))
     sizes = Sizes(env, dict(world.names), tuple[SymbolSpec, ...](symbols))
     return {"symbols": sizes.symbols, "guards": tuple(dict.fromkeys((*variant.guards, *sizes.guards())))}

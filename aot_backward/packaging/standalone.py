@@ -51,25 +51,25 @@ def with_standalone(
     candidates = {name: entry for name, entry in manifest.entries.items() if entry.kind != "replay"}
     if not candidates or manifest.target.device != "cpu" or not manifest.has_weights or not standalone.is_installed():
         return manifest
-    path, found = folder / "standalone.pt2", dict[str, str]()
+    path, verdicts = folder / "standalone.pt2", dict[str, str]()
     for number, (name, entry) in enumerate(candidates.items()):
         progress("check without PyTorch", number, len(candidates))
         names = _libraries(entry)
         stems = (stem_of(library, target) for library in names for target in (None, *manifest.targets))
         operators = {o for library in names for build in manifest.libraries[library].every_build for o in build.operators}
-        if lacking := standalone.lacking((libraries[stem] for stem in stems), operators):
-            found[name] = f"calls {', '.join(lacking)}"
+        if missing := standalone.lacking((libraries[stem] for stem in stems), operators):
+            verdicts[name] = f"calls {', '.join(missing)}"
             continue
         if not path.exists():
             write(path, manifest)
-        found[name] = standalone.verdict(path, name, entry, examples)
+        verdicts[name] = standalone.verdict(path, name, entry, examples)
     path.unlink(missing_ok=True)
     progress("check without PyTorch", len(candidates), len(candidates))
-    if required and (wrong := {n: why for n, why in found.items() if why != standalone.VERIFIED}):
+    if required and (failures := {n: text for n, text in verdicts.items() if text != standalone.VERIFIED}):
         raise ExportError(
-            f"{'; '.join(f'entry {n!r} {why or _UNTRIED}' for n, why in wrong.items())}: this does not run without PyTorch; nothing was written"
+            f"{'; '.join(f'entry {n!r} {text or _UNTRIED}' for n, text in failures.items())}: this does not run without PyTorch; nothing was written"
         )
-    entries = {name: dataclasses.replace(entry, standalone=found.get(name, "")) for name, entry in manifest.entries.items()}
+    entries = {name: dataclasses.replace(entry, standalone=verdicts.get(name, "")) for name, entry in manifest.entries.items()}
     return dataclasses.replace(manifest, entries=entries)
 
 

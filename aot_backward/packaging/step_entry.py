@@ -43,12 +43,12 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     program = steps.ProgramWithLoss(entry.module, entry.loss_fn)
     names = optimizer_spec.parameters_of(entry.optimizer, entry.module)
     settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale)
-    trained = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
-    wanted = [("parameter", steps.MODULE + names[id(p)]) for p in trained]
+    parameters = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
+    targets = [("parameter", steps.MODULE + names[id(p)]) for p in parameters]
     state = state_of(program)
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
-    variants, captured = [], list[_Captured]()
-    shared: steps.StepState | None = None
+    variants, captures = [], list[_Captured]()
+    step_state: steps.StepState | None = None
     for i, variant in enumerate(entry.variants):
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, but a training step does not return gradients of inputs")
@@ -64,7 +64,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
             mode=mode,
             kind="step",
             signature=program.signature(variant.args),
-            names=lambda example: wanted,
+            names=lambda example: targets,
         ) as (example, _, joint):
             if joint.out_tree.kind in ("dict", "object", "namedtuple") and joint.out_tree.keys[0] != "loss":
                 first = joint.out_tree.keys[0]
@@ -73,59 +73,63 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                 )
             joint, loss_gradient = partition.with_scalar_loss(joint, prefix, weights)
             optimized = optimizer_spec.inspect_optimizer(entry.optimizer, names, steps.gets_gradient(joint))
-            if shared is None:
-                shared = steps.step_state(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
-                weights |= {n: (contents.weight_key(name, n, t), t) for n, t in shared.tensors.items()}
-            elif optimized.trained != shared.optimized.trained:
-                odd = sorted(set(optimized.trained) ^ set(shared.optimized.trained))
-                raise ExportError(f"entry {name!r}: {odd[0]} gets a gradient in some variants only; the optimizer would treat it differently")
+            if step_state is None:
+                step_state = steps.step_state(optimized, settings, program, waiting=entry.accumulate or entry.distributed)
+                weights |= {n: (contents.weight_key(name, n, t), t) for n, t in step_state.tensors.items()}
+            elif optimized.trained != step_state.optimized.trained:
+                mismatches = sorted(set(optimized.trained) ^ set(step_state.optimized.trained))
+                raise ExportError(f"entry {name!r}: {mismatches[0]} gets a gradient in some variants only; the optimizer would treat it differently")
             if settings.loss_scale is not None:
-                joint = steps.with_scaled_loss(joint, shared, loss_gradient)
-            partitions, update = steps.split_step(joint, prefix, weights, shared)
+                joint = steps.with_scaled_loss(joint, step_state, loss_gradient)
+            partitions, update = steps.split_step(joint, prefix, weights, step_state)
             if i == 0:
-                shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, numbers=update.allowed, in_place=update.in_place))
-                if shared.gradients:
-                    graph, plan = steps.update_alone(joint, f"{name}.update", weights, shared, update)
+                step_state = dataclasses.replace(
+                    step_state, spec=dataclasses.replace(step_state.spec, numbers=update.allowed, in_place=update.in_place)
+                )
+                if step_state.gradients:
+                    graph, plan = steps.update_alone(joint, f"{name}.update", weights, step_state, update)
                     partitions.graphs.append(graph)
-                    shared = dataclasses.replace(shared, spec=dataclasses.replace(shared.spec, update=plan))
+                    step_state = dataclasses.replace(step_state, spec=dataclasses.replace(step_state.spec, update=plan))
             contents.compile(partitions.graphs, joint)
             variants.append(variant_spec(mode, joint, partitions))
             hold_declared_sizes(variants[-1], joint.sizes, program, example)
-            captured.append((example, partitions.graphs, joint))
-    assert shared is not None
-    for n, tensor in shared.tensors.items():
+            captures.append((example, partitions.graphs, joint))
+    assert step_state is not None
+    for n, tensor in step_state.tensors.items():
         if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
             contents.fills[weights[n][0]] = float(tensor.flatten()[0])
     persistent = {steps.MODULE + n for n in entry.module.state_dict(keep_vars=True)}
-    everything: dict[str, Any] = state | shared.tensors
+    tensors: dict[str, Any] = state | step_state.tensors
     spec = EntrySpec(
         kind="step",
-        state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in everything.items()),
+        state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in tensors.items()),
         variants=tuple(variants),
         training=entry.module.training,
-        step=shared.spec,
+        step=step_state.spec,
     )
-    case = step_check.Case(program, entry.optimizer, settings, names, shared.optimized.trained, bool(shared.gradients), update.reduced_precision)
-    timed = _timed(contents, name, spec, case, captured)
+    case = step_check.Case(
+        program, entry.optimizer, settings, names, step_state.optimized.trained, bool(step_state.gradients), update.reduced_precision
+    )
+    timed_spec = _timed(contents, name, spec, case, captures)
 
     def check(load: Callable[[], Package], i: int, variant: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:
-        return step_check.check(load, name, i, variant, case, sizes_to_check(variant, captured[i][0], zero), stored)
+        return step_check.check(load, name, i, variant, case, sizes_to_check(variant, captures[i][0], zero), stored)
 
-    return timed, check
+    return timed_spec, check
 
 
-def _timed(contents: Contents, name: str, spec: EntrySpec, case: step_check.Case, captured: Sequence[_Captured]) -> EntrySpec:
+def _timed(contents: Contents, name: str, spec: EntrySpec, case: step_check.Case, captures: Sequence[_Captured]) -> EntrySpec:
     """Return ``spec`` with the measured speed of each variant that this machine can run."""
     package = contents.package_of(name, spec) if contents.tune != "none" else None
     if package is None:
         return spec
     variants = []
-    for i, (variant, (example, graphs, joint)) in enumerate(zip(spec.variants, captured, strict=True)):
+    for i, (variant, (example, graphs, joint)) in enumerate(zip(spec.variants, captures, strict=True)):
         label = f"{name} variant {i}" if len(spec.variants) > 1 else name
         subject = tuning.Subject(name, i, label, speed.StepTimed(name, case), example)
         profiled = functools.partial(_profiled, contents, name, spec, graphs, joint)
-        measured = tuning.measure(contents, subject, {_WHOLE: package}, {_WHOLE: 0}, profiled)
-        variants.append(dataclasses.replace(variant, speed=measured))
+        measurement = tuning.measure(contents, subject, {_WHOLE: package}, {_WHOLE: 0}, profiled)
+        variants.append(dataclasses.replace(variant, speed=measurement))
     return dataclasses.replace(spec, variants=tuple(variants))
 
 

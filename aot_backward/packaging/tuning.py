@@ -51,9 +51,9 @@ _MUCH = 4 << 20  # bytes saved for the backward; fewer stay in a processor's cac
 _MORE = 1.5  # ratio to the bytes that the other candidate saves
 
 
-def tune_of(asked: str | None) -> str:
+def tune_of(value: str | None) -> str:
     """Return one of :data:`TUNES`. Raise :class:`ExportError` for another word."""
-    source, tune = ("tune", asked) if asked is not None else (VARIABLE, os.environ.get(VARIABLE) or "quick")
+    source, tune = ("tune", value) if value is not None else (VARIABLE, os.environ.get(VARIABLE) or "quick")
     if tune not in TUNES:
         raise ExportError(f"{source} is {tune!r}; expected one of {', '.join(map(repr, TUNES))}")
     return tune
@@ -97,9 +97,9 @@ def partitioned(candidate: Callable[[str], Candidate], example: Example, device:
     if tune == "none" or out[0].spec().backward is None:
         return out
     if device == "cpu" and (saved := _saved_bytes(out[0], example)) > _MUCH:
-        further = candidate(other)
-        if saved > _MORE * _saved_bytes(further, example):
-            out.append(further)
+        alternative = candidate(other)
+        if saved > _MORE * _saved_bytes(alternative, example):
+            out.append(alternative)
     return out
 
 
@@ -110,7 +110,7 @@ def _saved_bytes(candidate: Candidate, example: Example) -> int:
         return 0
     values = Contract(spec.inputs, spec.symbols, spec.guards).solve(example.tensors)
     outputs = next(g for g in candidate.graphs if g.name == spec.forward.call.library).outputs
-    places = {int(where) for kind, _, where in (s.partition(":") for s in spec.forward.saved) if kind == "result"}
+    places = {int(index) for kind, _, index in (s.partition(":") for s in spec.forward.saved) if kind == "result"}
     return sum(math.prod(evaluate(n, values) for n in outputs[i].shape) * dtype_of(outputs[i].dtype).itemsize for i in places)
 
 
@@ -118,21 +118,21 @@ def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], comp
     """Return the candidate to ship, compiled for every target of ``contents``. Its ``speed`` holds the measurements, if there are any.
 
     ``compile`` puts graphs and their libraries into ``contents`` and replaces any of the same names."""
-    before, compiled, packages = contents.mark(), {}, dict[str, Package]()
+    before, marks, packages = contents.mark(), {}, dict[str, Package]()
     subject = dataclasses.replace(case.subject, number=0)
     for number, candidate in enumerate(candidates):
         if len(candidates) > 1:
             contents.progress(f"tune {subject.label}", number, len(candidates))
         contents.back_to(before)
-        usual = candidates[0].spec() if number else None
+        initial_spec = candidates[0].spec() if number else None
         try:
             compile(candidate.graphs)
         except ExportError as error:
-            if usual is None or candidates[0].spec() != usual:  # a size is narrower now, for all candidates
+            if initial_spec is None or candidates[0].spec() != initial_spec:  # a size is narrower now, for all candidates
                 raise
             log.info("%s, partitioned by %s, cannot be compiled: %s", subject.label, candidate.name, error)
             continue
-        compiled[candidate.name] = contents.mark()
+        marks[candidate.name] = contents.mark()
         package = contents.package_of(subject.entry, case.entry_of(candidate.spec())) if contents.tune != "none" else None
         if package is not None and (len(candidates) == 1 or case.is_right(package, candidate.spec())):
             packages[candidate.name] = package
@@ -143,12 +143,12 @@ def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], comp
         return contents.profiled(subject.entry, case.entry_of(by_name[name].spec()), graphs, case.joint), graphs
 
     saved = {name: _saved_bytes(by_name[name], subject.example) for name in packages}
-    measured = measure(contents, subject, packages, saved, profiled) if packages else None
-    chosen = by_name[measured.chosen] if measured else by_name[next(iter(packages), candidates[0].name)]
-    contents.back_to(compiled[chosen.name])
+    measurement = measure(contents, subject, packages, saved, profiled) if packages else None
+    choice = by_name[measurement.chosen] if measurement else by_name[next(iter(packages), candidates[0].name)]
+    contents.back_to(marks[choice.name])
     if len(candidates) > 1:
         contents.progress(f"tune {subject.label}", len(candidates), len(candidates))
-    return dataclasses.replace(chosen, spec=lambda: dataclasses.replace(chosen.spec(), speed=measured))
+    return dataclasses.replace(choice, spec=lambda: dataclasses.replace(choice.spec(), speed=measurement))
 
 
 def measure(
@@ -167,9 +167,9 @@ def measure(
     spec = package.manifest.entries[subject.entry].variants[subject.number]
     times: dict[str, list[float]] = {}
     sizes: list[Sized] = []
-    with stopwatch.on_free_processors() as (threads, others):
+    with stopwatch.on_free_processors() as (threads, other_threads):
         for sized in sizes_to_time(spec, subject.example):
-            if sizes and _TIMES_LARGER * max(t for one in times.values() for t in one) > SECONDS * 1e6:
+            if sizes and _TIMES_LARGER * max(t for series in times.values() for t in series) > SECONDS * 1e6:
                 break
             with contextlib.suppress(Exception):
                 for name, microseconds in speed.measure(packages, subject.timed, spec, sized, SECONDS).items():
@@ -179,9 +179,9 @@ def measure(
         contents.progress(stage, 1, 1)
         return None
     total = {n: math.prod(times[n]) ** (1 / len(sizes)) for n in packages}
-    tied = [n for n in packages if min(total.values()) > TIE * total[n]]
-    measured = Speed(
-        chosen=min(tied, key=lambda n: (saved[n], total[n])),
+    ties = [n for n in packages if min(total.values()) > TIE * total[n]]
+    measurement = Speed(
+        chosen=min(ties, key=lambda n: (saved[n], total[n])),
         timings=(Timing(speed.EAGER, tuple(times[speed.EAGER])), *(Timing(n, tuple(times[n]), saved[n]) for n in packages)),
         sizes=tuple(sized.label for sized in sizes),
         threads=threads,
@@ -189,33 +189,33 @@ def measure(
         tune=contents.tune,
         target=package.manifest.target.name,
         torch=torch.__version__,
-        others=others,
+        others=other_threads,
     )
-    worst = max(range(len(sizes)), key=lambda i: measured.ratios[i])
-    if TIE * measured.ratios[worst] > 1 and package.device.type == "cpu":
+    worst = max(range(len(sizes)), key=lambda i: measurement.ratios[i])
+    if TIE * measurement.ratios[worst] > 1 and package.device.type == "cpu":
         with contextlib.suppress(Exception), stopwatch.on_free_processors():  # a failed profile does not affect the package
-            reporting, graphs = profiled(measured.chosen)
-            assert reporting is not None
-            slow = kernel_profile.slowest(reporting, subject.timed, spec, sizes[worst], times[measured.chosen][worst], graphs)
-            measured = dataclasses.replace(measured, slow=tuple(slow))
+            profiled_package, graphs = profiled(measurement.chosen)
+            assert profiled_package is not None
+            slow = kernel_profile.slowest(profiled_package, subject.timed, spec, sizes[worst], times[measurement.chosen][worst], graphs)
+            measurement = dataclasses.replace(measurement, slow=tuple(slow))
     contents.progress(stage, 1, 1)
-    return measured
+    return measurement
 
 
 def say_slower(manifest: Manifest) -> None:
     """Log the variants that are slower than eager, by how much, and their slow kernels."""
     for name, entry in manifest.entries.items():
         for number, variant in enumerate(entry.variants):
-            if variant.speed is not None and (said := "; ".join(_slower(variant.speed))):
-                where = f"{name}{f' variant {number}' if len(entry.variants) > 1 else ''}"
+            if variant.speed is not None and (details := "; ".join(_slower(variant.speed))):
+                label = f"{name}{f' variant {number}' if len(entry.variants) > 1 else ''}"
                 busy = f" (on a busy machine: {variant.speed.others} other threads ran)" if variant.speed.others else ""
-                log.warning("%s is slower than eager%s: %s%s", where, busy, said, "".join(f"; {line}" for line in variant.speed.slow))
+                log.warning("%s is slower than eager%s: %s%s", label, busy, details, "".join(f"; {line}" for line in variant.speed.slow))
 
 
-def _slower(measured: Speed) -> Iterator[str]:
+def _slower(measurement: Speed) -> Iterator[str]:
     """Yield each size at which eager is faster, with both times."""
-    times = {t.name: t.microseconds for t in measured.timings}
-    for i, (label, ratio) in enumerate(zip(measured.sizes, measured.ratios, strict=True)):
+    times = {t.name: t.microseconds for t in measurement.timings}
+    for i, (label, ratio) in enumerate(zip(measurement.sizes, measurement.ratios, strict=True)):
         if ratio * TIE > 1:
-            ours, eager = times[measured.chosen][i], times[speed.EAGER][i]
-            yield f"{f'at {label} ' if label else ''}{ours:,.1f} µs, eager {eager:,.1f} µs ({ratio:.2f} times)"
+            compiled, eager = times[measurement.chosen][i], times[speed.EAGER][i]
+            yield f"{f'at {label} ' if label else ''}{compiled:,.1f} µs, eager {eager:,.1f} µs ({ratio:.2f} times)"

@@ -52,13 +52,13 @@ def captured_variant(
     contents.progress(stage, number, total)
     example = _prepare_example(variant, signature, mode, contents.device)
     shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs)
-    wanted = names(example)
+    targets = names(example)
     with (
         preserve.in_mode(module, mode),
-        _requiring_gradients_of(wanted, program, example) as example,
+        _requiring_gradients_of(targets, program, example) as example,
         source_location.errors_located(program, example.args, example.kwargs),
     ):
-        stated = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
+        declared_shapes = dynamic_shapes.declared(shapes, signature, example.args, example.kwargs)
         joint = trace_program(
             program,
             example.args,
@@ -67,11 +67,11 @@ def captured_variant(
             signature=signature,
             kind=kind,
             first_only=kind != "module",
-            eager_refuses=functools.partial(eager_refuses, program, example, stated),
+            eager_refuses=functools.partial(eager_refuses, program, example, declared_shapes),
         )
-        for fixed in dynamic_shapes.left_fixed(stated, joint.input_names, joint.inputs):
+        for fixed in dynamic_shapes.left_fixed(declared_shapes, joint.input_names, joint.inputs):
             contents.progress(f"{stage}: Dim.AUTO became static, {fixed}", number, total)
-        yield example, wanted, joint
+        yield example, targets, joint
     contents.progress(stage, number + 1, total)
 
 
@@ -100,46 +100,46 @@ def _leaf(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return plain.requires_grad_(tensor.requires_grad)
 
 
-def resolve_names(option: str, asked: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example) -> Names:
+def resolve_names(option: str, names: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example) -> Names:
     """Resolve the names in ``option`` ("wrt", "requires_grad") to ("parameter", name) and ("input", name), in the order asked for."""
-    if not isinstance(asked, str | Sequence) or not all(isinstance(n, str) for n in asked):
-        raise ExportError(f"{option} is {asked!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
+    if not isinstance(names, str | Sequence) or not all(isinstance(n, str) for n in names):
+        raise ExportError(f"{option} is {names!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
     inputs, _ = pytrees.input_names(signature, example.args, example.kwargs)
     flat = dict(zip(inputs, pytree.tree_leaves((example.args, example.kwargs)), strict=True))
     floating = [n for n, v in flat.items() if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
     parameters = dict(program.named_parameters())
-    trained = [n for n, p in parameters.items() if p.requires_grad]
+    trained_names = [n for n, p in parameters.items() if p.requires_grad]
     first = {id(p): n for n, p in parameters.items()}  # a tied parameter goes by its first name
     out: Names = []
-    for name in [asked] if isinstance(asked, str) else asked:
+    for name in [names] if isinstance(names, str) else names:
         if name in ("parameters", "inputs"):
-            found = [("parameter", n) for n in trained] if name == "parameters" else [("input", n) for n in floating]
-            if not found:
-                wanted = "parameter that requires a gradient" if name == "parameters" else "floating-point or complex input"
-                raise ExportError(f"{option}={name!r}: expected at least one {wanted}, got none")
+            matches = [("parameter", n) for n in trained_names] if name == "parameters" else [("input", n) for n in floating]
+            if not matches:
+                expected = "parameter that requires a gradient" if name == "parameters" else "floating-point or complex input"
+                raise ExportError(f"{option}={name!r}: expected at least one {expected}, got none")
         else:
-            found = [("input", n) for n in inputs if _lies_in(n, name)]
-            if wrong := [n for _, n in found if n not in floating]:
-                raise ExportError(f"{option} names the input {wrong[0]!r}, which is not a floating-point or complex tensor")
-            found = found or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if _lies_in(n, name)]
-            if not found:
-                has = [(kind, ", ".join(map(repr, n))) for kind, n in (("inputs", inputs), ("parameters", list(parameters)[:20])) if n]
-                known = " and ".join(f"the {kind} {n}" for kind, n in has) or "neither inputs nor parameters"
-                raise ExportError(f"{option} names {name!r}, which is neither an input nor a parameter; the program has {known}")
-        out += [f for f in found if f not in out]
+            matches = [("input", n) for n in inputs if _lies_in(n, name)]
+            if unsupported := [n for _, n in matches if n not in floating]:
+                raise ExportError(f"{option} names the input {unsupported[0]!r}, which is not a floating-point or complex tensor")
+            matches = matches or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if _lies_in(n, name)]
+            if not matches:
+                groups = [(kind, ", ".join(map(repr, n))) for kind, n in (("inputs", inputs), ("parameters", list(parameters)[:20])) if n]
+                description = " and ".join(f"the {kind} {n}" for kind, n in groups) or "neither inputs nor parameters"
+                raise ExportError(f"{option} names {name!r}, which is neither an input nor a parameter; the program has {description}")
+        out += [f for f in matches if f not in out]
     return out
 
 
 @contextlib.contextmanager
-def _requiring_gradients_of(wanted: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
-    """Yield the example while exactly the ``wanted`` tensors require a gradient. None changes nothing."""
-    if wanted is None:
+def _requiring_gradients_of(names: Names | None, program: nn.Module, example: Example) -> Iterator[Example]:
+    """Yield the example while exactly the tensors in ``names`` require a gradient. None changes nothing."""
+    if names is None:
         yield example
         return
-    parameters, chosen = ({n for k, n in wanted if k == kind} for kind in ("parameter", "input"))
+    parameters, input_names = ({n for k, n in names if k == kind} for kind in ("parameter", "input"))
     inputs, _ = pytrees.input_names(program_module.forward_of(program), example.args, example.kwargs)
     leaves = zip(inputs, pytree.tree_leaves((example.args, example.kwargs)), strict=True)
-    tensors = [v.detach().requires_grad_(n in chosen) for n, v in leaves if isinstance(v, torch.Tensor)]
+    tensors = [v.detach().requires_grad_(n in input_names) for n, v in leaves if isinstance(v, torch.Tensor)]
     targets = [p for n, p in program.named_parameters(remove_duplicate=False) if n in parameters]
     with preserve.requiring_alone(program.parameters(), targets):
         yield example.with_tensors(tensors)
@@ -151,6 +151,6 @@ def requiring_gradients(state: Mapping[str, torch.Tensor], example: Example) -> 
     return (*(f"parameter:{n}" for n, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad), *inputs)
 
 
-def _lies_in(name: str, asked: str) -> bool:
-    """Return whether the leaf ``name`` is the argument ``asked`` or part of it."""
-    return name == asked or (name.startswith(asked) and name[len(asked)] in "[.")
+def _lies_in(name: str, argument: str) -> bool:
+    """Return whether the leaf ``name`` is ``argument`` or part of it."""
+    return name == argument or (name.startswith(argument) and name[len(argument)] in "[.")

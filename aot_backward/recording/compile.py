@@ -64,21 +64,21 @@ def add_passes(
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, Interrupts() as interrupts:
         say = interrupts.watching(progress or silent)
         package = PackageUpdate.read(path, entry, target)
-        selected = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)))
-        added.seldom, added.chosen = selected.seldom, len(selected.structures)
+        selection = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)))
+        added.seldom, added.chosen = selection.seldom, len(selection.structures)
         new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
         job = _Job(package, added, target, tune, say, Path(folder), new)
-        batches, covered = Batches(time_limit), served
+        batches, covered_seconds = Batches(time_limit), served
         try:
-            for batch in batches.of(list(selected.structures.items())):
-                covered += sum(s.backward_seconds for _, s in batch)
-                stage = _in_words([s for _, s in batch], added, percent(covered, total))
+            for batch in batches.of(list(selection.structures.items())):
+                covered_seconds += sum(s.backward_seconds for _, s in batch)
+                stage = _in_words([s for _, s in batch], added, percent(covered_seconds, total))
                 say(stage, 0, len(batch))
                 mode = fake_mode()
                 job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say), mode)
                 added.settled |= {fingerprint for fingerprint, _ in batch}
                 say(stage, len(batch), len(batch))
-            if steps is not None and not (selected.structures and batches.is_over):
+            if steps is not None and not (selection.structures and batches.is_over):
                 job.compile_steps(steps)
             elif steps is not None and (steps.repeated or steps.clippings.repeated):
                 added.skipped["steps of optimizers: the time limit was reached"] += 1
@@ -96,9 +96,9 @@ def add_passes(
 def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
     """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
     lines = list(dict.fromkeys(s.line for s in batch if s.line))
-    called = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
-    what = "structure" if added.chosen == 1 else "structures"
-    return f"compile {len(added.settled) + len(batch)} of {added.chosen} {what}{called}, {share} of the backward time"
+    location = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
+    noun = "structure" if added.chosen == 1 else "structures"
+    return f"compile {len(added.settled) + len(batch)} of {added.chosen} {noun}{location}, {share} of the backward time"
 
 
 class _Job:
@@ -119,7 +119,7 @@ class _Job:
         programs, artifacts = _compile(programs, self._subfolder(), mode, self._target, self._say, self.added.skipped)
         done = 0
         for fingerprint, group in itertools.groupby(programs, key=lambda program: program.fingerprint):
-            right: list[tuple[TracedProgram, PassSpec]] = []
+            passes: list[tuple[TracedProgram, PassSpec]] = []
             untimed: list[str] = []
             for program in group:
                 self._say("check", done, len(programs))
@@ -129,14 +129,14 @@ class _Job:
                 elif spec is not None and spec.speed is None and self._tune != "none" and not pass_speed.why_untimed(program, spec, self._target):
                     self.added.skipped[f"{program.name}: {pass_speed.TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
-                    right.append((program, spec))
+                    passes.append((program, spec))
                     untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []
                 done += 1
-            if right:
+            if passes:
                 package, contents = self._next or (self.package, self.added.contents)
-                variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in right}}
+                variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in passes}}
                 self._next = (
-                    package.with_passes(right, artifacts, self._places),
+                    package.with_passes(passes, artifacts, self._places),
                     replace(contents, variants=variants, untimed=Counter(contents.untimed) + Counter(untimed)),
                 )
         self._say("check", len(programs), len(programs))
@@ -214,11 +214,11 @@ def _compile(
         try:
             return programs, compile.compile_graphs(graphs, folder=subfolder, fake_mode=mode, target=targets.parsed(target)[0], progress=say)
         except ExportError as error:
-            refused = next((p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)), None)
-            if refused is None:
+            failed_program = next((p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)), None)
+            if failed_program is None:
                 raise
             skipped[str(error)] += 1
-            programs = [p for p in programs if p is not refused]
+            programs = [p for p in programs if p is not failed_program]
     return programs, {}
 
 

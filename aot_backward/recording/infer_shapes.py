@@ -38,22 +38,22 @@ class Shapes:
         for n, symbol in enumerate(self.symbols):  # a symbol keeps its name when another is specialized to a number
             if expression_of(self.symints[symbol]) != symbol:
                 continue
-            known = self.symbols[symbol]
+            spec = self.symbols[symbol]
             sizes.names[symbol] = f"s{n}"
             bounds = shape_env.var_to_range[symbol]
             finite = bounds.upper.is_Integer and int(bounds.upper) < 1 << 62
             maximum = int(bounds.upper) if finite else None
-            specs.append(SymbolSpec(f"s{n}", f"s{n}", known.input, known.dim, max(0, int(bounds.lower)), maximum))
+            specs.append(SymbolSpec(f"s{n}", f"s{n}", spec.input, spec.dim, max(0, int(bounds.lower)), maximum))
         sizes.symbols = tuple(specs)
         return sizes
 
 
-def group_observations(observations: Sequence[Observation], known: Sequence[PassSpec]) -> list[list[Observation]]:
-    """Group observations; each group becomes one program. ``known``: existing variants; a static one counts as one more observation."""
+def group_observations(observations: Sequence[Observation], variants: Sequence[PassSpec]) -> list[list[Observation]]:
+    """Group observations; each group becomes one program. ``variants``: existing ones; a static one counts as one more observation."""
     positions = observations[0].positions if observations else frozenset()
-    earlier = [o for v in known if (o := _observation_of(v, positions)) is not None]
+    static_passes = [o for v in variants if (o := _observation_of(v, positions)) is not None]
     out: dict[Any, list[Observation]] = {}
-    for observation in (*observations, *earlier):
+    for observation in (*observations, *static_passes):
         out.setdefault(observation.kind(), []).append(observation)
     new = {o.kind() for o in observations}
     return [list(dict.fromkeys(group)) for kind, group in out.items() if kind in new]
@@ -63,25 +63,25 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
     """Return the group's tensors with a symbol for each list of values that changed. ``prefix`` makes the symbols' sources unique."""
     shape_env = fake_mode.shape_env
     hint = _most_distinct(group)
-    made: dict[tuple[int, ...], Any] = {}
+    by_values: dict[tuple[int, ...], Any] = {}
     symbols: dict[sympy.Symbol, SymbolSpec] = {}
     symints: dict[sympy.Symbol, torch.SymInt] = {}
 
-    def size(values: tuple[int, ...], where: tuple[int, int], position: bool = False) -> Any:
+    def size(values: tuple[int, ...], place: tuple[int, int], position: bool = False) -> Any:
         if len(set(values)) == 1:
             return values[0]
-        if values not in made:
-            for other in list(made):  # a multiple of another symbol is expressed by it; guards refuse a pass in which it is not a multiple
+        if values not in by_values:
+            for other in list(by_values):  # a multiple of another symbol is expressed by it; guards refuse a pass in which it is not a multiple
                 factor, rest = divmod(values[hint], other[hint]) if other[hint] else (0, 0)
                 if not rest and factor > 1 and all(v == factor * o for v, o in zip(values, other, strict=True)):
-                    made[values] = made[other] * factor
-                    return made[values]
-            source = torch_api.ConstantSource(f"{prefix}_{len(made)}")
+                    by_values[values] = by_values[other] * factor
+                    return by_values[values]
+            source = torch_api.ConstantSource(f"{prefix}_{len(by_values)}")
             symbol = shape_env.create_symbol(values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=position)
-            made[values] = shape_env.create_symintnode(symbol, hint=values[hint], source=source)
-            symbols[symbol] = SymbolSpec("", "", where[0], where[1], 0, None)
-            symints[symbol] = made[values]
-        return made[values]
+            by_values[values] = shape_env.create_symintnode(symbol, hint=values[hint], source=source)
+            symbols[symbol] = SymbolSpec("", "", place[0], place[1], 0, None)
+            symints[symbol] = by_values[values]
+        return by_values[values]
 
     shapes = []
     for i in range(len(group[0].inputs)):
@@ -91,8 +91,8 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
     order = sorted(
         range(len(group[0].sizes)), key=lambda k: k in positions
     )  # sizes before positions: if both have the same values, the symbol is the size's, with its narrower range
-    found = {k: size(tuple(o.sizes[k] for o in group), (-1, k), k in positions) for k in order}
-    sizes = [found[k] for k in range(len(found))]
+    by_index = {k: size(tuple(o.sizes[k] for o in group), (-1, k), k in positions) for k in order}
+    sizes = [by_index[k] for k in range(len(by_index))]
     inputs = []
     with fake_mode:
         for i, shape in enumerate(shapes):
@@ -114,21 +114,21 @@ def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[An
     dense: Any = 1
     values = [1] * len(tensors)
     for d in sorted(range(rank), key=lambda d: (tensors[0].stride[d], -d)):
-        seen = [x.stride[d] for x in tensors]
+        strides = [x.stride[d] for x in tensors]
         if all(x.shape[d] <= 1 for x in tensors):
-            out[d] = seen[0] if len(set(seen)) == 1 else dense
+            out[d] = strides[0] if len(set(strides)) == 1 else dense
             continue
-        if seen == values:
+        if strides == values:
             out[d] = dense
-        elif len(set(seen)) == 1:
-            out[d] = seen[0]
+        elif len(set(strides)) == 1:
+            out[d] = strides[0]
         else:
             raise ExportError(
                 f"a tensor has the strides {[x.stride for x in tensors[:3]]} at the sizes {[x.shape for x in tensors[:3]]}, which is not supported"
             )
-        if seen[0]:
+        if strides[0]:
             dense = out[d] * shape[d]
-            values = [s * x.shape[d] for s, x in zip(seen, tensors, strict=True)]
+            values = [s * x.shape[d] for s, x in zip(strides, tensors, strict=True)]
     return out
 
 
@@ -141,9 +141,9 @@ def _most_distinct(group: Sequence[Observation]) -> int:
         columns = list(zip(*flat, strict=True))
         dynamic = {c for c in columns if len(set(c)) > 1}
         fixed = {c[0] for c in columns if len(set(c)) == 1}
-        mine = [c[i] for c in dynamic]
+        sizes = [c[i] for c in dynamic]
         ends = sum(group[i].sizes[k] in (0, 1) for k in group[0].positions)
-        return sum(v in fixed for v in mine) + len(mine) - len(set(mine)) + ends, i
+        return sum(v in fixed for v in sizes) + len(sizes) - len(set(sizes)) + ends, i
 
     return min(range(min(len(group), 16)), key=coincidences)
 

@@ -51,12 +51,12 @@ class ObservedPasses:
     def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
         if self._timed is None or replaying.engine.inside:  # inside a hook of another pass: that pass's time includes it
             return None
-        timed = self._timed
+        timer = self._timed
         try:
-            row, known = timed.due(roots, inputs)
+            row, is_known = timer.due(roots, inputs)
         except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine accepts them
             return None
-        if known:
+        if is_known:
             replaying.explain(False)  # the explanation would be timed, too
         if row is None:
             return None
@@ -65,7 +65,7 @@ class ObservedPasses:
             self.timed_in_eager += 1
             replaying.report.passes += 1
             with contextlib.suppress(Exception):
-                timed.ran_in_eager(row, roots, inputs, seconds)
+                timer.ran_in_eager(row, roots, inputs, seconds)
 
         return after
 
@@ -89,32 +89,36 @@ class ObservedPasses:
         self.recorded += 1
         if not replaying.table.knows(structure):
             return replaying.interpret(structure, operands)
-        recorded = self._recorded_structure(replaying, structure.tape, operands)
+        recorded_structure = self._recorded_structure(replaying, structure.tape, operands)
         observation = Observation.of(operands, structure.tape)
         kind = observation.kind()
-        examples = recorded.examples.setdefault(kind, []) if len(recorded.examples) < _MAX_KINDS or kind in recorded.examples else None
-        if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded.observations):
+        examples = (
+            recorded_structure.examples.setdefault(kind, [])
+            if len(recorded_structure.examples) < _MAX_KINDS or kind in recorded_structure.examples
+            else None
+        )
+        if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded_structure.observations):
             example = ExamplePass(
                 _copy_inputs(structure.tape, operands.inputs),
                 tuple(t.shape for t in observation.inputs),
                 observation.sizes,
-                times=recorded.times_of(observation),
+                times=recorded_structure.times_of(observation),
             )
             results, seconds = _interpret_and_copy(replaying, structure, operands, example)
-            recorded.typical.note(seconds, copied=True)
+            recorded_structure.typical.note(seconds, copied=True)
             self._interpreted(example.times, math.inf)
             examples[1:] = [(observation, example)]
         else:
             start = time.perf_counter()
             results = replaying.interpret(structure, operands)
             seconds = time.perf_counter() - start
-            recorded.seconds = min(recorded.seconds, seconds)
-            recorded.typical.note(seconds, copied=False)
-            self._interpreted(recorded.times_of(observation), seconds)
-        if observation in recorded.observations or len(recorded.observations) < _MAX_OBSERVATIONS:
-            recorded.observations[observation] = recorded.observations.get(observation, 0) + 1  # not for a pass that raised
+            recorded_structure.seconds = min(recorded_structure.seconds, seconds)
+            recorded_structure.typical.note(seconds, copied=False)
+            self._interpreted(recorded_structure.times_of(observation), seconds)
+        if observation in recorded_structure.observations or len(recorded_structure.observations) < _MAX_OBSERVATIONS:
+            recorded_structure.observations[observation] = recorded_structure.observations.get(observation, 0) + 1  # not for a pass that raised
         else:
-            recorded.further += 1
+            recorded_structure.further += 1
         return results
 
     def _recorded_structure(self, replaying: Replaying, tape: Tape, operands: Operands) -> RecordedStructure:
@@ -147,22 +151,24 @@ def _interpret_and_copy(
     return [run.get(o) for o in tape.outputs], seconds
 
 
-def _is_worth_keeping(observation: Observation, kept: Sequence[Observation], seen: Mapping[Observation, int]) -> bool:
+def _is_worth_keeping(observation: Observation, observations: Sequence[Observation], counts: Mapping[Observation, int]) -> bool:
     """Return whether to keep the values of this pass. Two passes of a kind are kept: the first, and the one that differs from it in the most sizes.
     Of equal ones the largest frequent one is kept, since passes are timed at these sizes."""
-    if not kept:
+    if not observations:
         return True
-    first, times = kept[0].every_size(), seen.get(observation, 0)
+    first, times = observations[0].every_size(), counts.get(observation, 0)
 
     def differences(other: Observation) -> int:
         return sum(a != b for a, b in zip(other.every_size(), first, strict=True))
 
-    more = differences(observation) - differences(kept[-1])
+    more = differences(observation) - differences(observations[-1])
     if times == 0:
         return more > 0
-    if times != _TIMES_SEEN or observation in kept or more < 0:
+    if times != _TIMES_SEEN or observation in observations or more < 0:
         return False
-    return seen.get(kept[-1], 0) < _TIMES_SEEN or (more == 0 and len(kept) > 1 and sum(observation.every_size()) > sum(kept[-1].every_size()))
+    return counts.get(observations[-1], 0) < _TIMES_SEEN or (
+        more == 0 and len(observations) > 1 and sum(observation.every_size()) > sum(observations[-1].every_size())
+    )
 
 
 def _copy_inputs(tape: Tape, inputs: list[torch.Tensor]) -> dict[int, torch.Tensor]:

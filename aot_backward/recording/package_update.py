@@ -91,10 +91,10 @@ class PackageUpdate:
                 f"{path}: expected a package of torch {torch.__version__} for {_words(spec)}, got one of torch {old.torch} for "
                 f"{_words(old.target)}. Record into a new file."
             )
-        known = old.entries.get(entry, EntrySpec("replay", (), ()))
-        if known.kind != "replay":
-            raise ExportError(f"{path} has a {known.kind} entry {entry!r}; give the recorded passes another name, entry='…'")
-        manifest = dataclasses.replace(old, format_version=FORMAT_VERSION, entries={**old.entries, entry: known})
+        entry_spec = old.entries.get(entry, EntrySpec("replay", (), ()))
+        if entry_spec.kind != "replay":
+            raise ExportError(f"{path} has a {entry_spec.kind} entry {entry!r}; give the recorded passes another name, entry='…'")
+        manifest = dataclasses.replace(old, format_version=FORMAT_VERSION, entries={**old.entries, entry: entry_spec})
         weights = load_weights(archive) if old.has_weights else {}
         if not old.has_weights and old.weights:
             raise ExportError(f"{path} was written without weights; record into a new file")
@@ -102,8 +102,8 @@ class PackageUpdate:
         return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive), graphs)
 
     def variants(self, fingerprint: str) -> tuple[PassSpec, ...]:
-        found = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
-        return found.variants if found else ()
+        structure = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
+        return structure.variants if structure else ()
 
     def with_passes(
         self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact], places: Mapping[str, int]
@@ -111,9 +111,9 @@ class PackageUpdate:
         """Return the package with ``programs``, compiled and checked, each with its spec. ``places``: the order of new structures, after the
         others."""
         libraries, files, tensors, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.weights), dict(self.graphs)
-        added: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
+        by_fingerprint: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
-            added.setdefault(program.fingerprint, []).append((program, spec))
+            by_fingerprint.setdefault(program.fingerprint, []).append((program, spec))
             graphs.update(program.portables)
             for graph in program.graphs:
                 libraries[graph.name] = library_spec(graph, artifacts[graph.name])
@@ -122,12 +122,12 @@ class PackageUpdate:
                     tensors.setdefault(key, tensor)
         old = self.manifest.entries[self.entry]
         structures = {s.fingerprint: s for s in old.structures}
-        for fingerprint, new in added.items():
-            seen, before = new[-1][0].structure, structures.get(fingerprint)
+        for fingerprint, new in by_fingerprint.items():
+            structure, before = new[-1][0].structure, structures.get(fingerprint)
             # new ones first: a dynamic variant, inferred from a static variant's pass and further passes, serves both
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
-            seconds = seen.seconds if seen.seconds < float("inf") else (before.seconds if before else 0.0)
-            structures[fingerprint] = StructureSpec(fingerprint, seen.tape.nodes, len(seen.tape.ops), variants, round(seconds, 7))
+            seconds = structure.seconds if structure.seconds < float("inf") else (before.seconds if before else 0.0)
+            structures[fingerprint] = StructureSpec(fingerprint, structure.tape.nodes, len(structure.tape.ops), variants, round(seconds, 7))
         weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in tensors.items()}
         ordered = tuple(sorted(structures.values(), key=lambda s: places.get(s.fingerprint, -1)))
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=ordered)}

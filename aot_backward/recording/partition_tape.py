@@ -77,7 +77,7 @@ def partition_tape(
             parts.append(([n], False))
     flush()
     readers = _readers(tape)
-    return [_partition(tape, numbers, readers) if compiled else Partition(tuple(numbers), False) for numbers, compiled in parts]
+    return [_partition(tape, numbers, readers) if is_compiled else Partition(tuple(numbers), False) for numbers, is_compiled in parts]
 
 
 def sparse_operations(tape: Tape, examples: Sequence[ExamplePass]) -> set[int]:
@@ -85,8 +85,8 @@ def sparse_operations(tape: Tape, examples: Sequence[ExamplePass]) -> set[int]:
     sparse = {Slot("value", v) for e in examples for v, t in e.values.items() if t is not None and t.layout is not torch.strided}
     if not sparse:
         return set()
-    made = {n for n, op in enumerate(tape.ops) if any(Slot("value", r) in sparse for r in op.results)}
-    return made | {n for n, op in enumerate(tape.ops) if not sparse.isdisjoint(slots(op.operands))}
+    producers = {n for n, op in enumerate(tape.ops) if any(Slot("value", r) in sparse for r in op.results)}
+    return producers | {n for n, op in enumerate(tape.ops) if not sparse.isdisjoint(slots(op.operands))}
 
 
 def _partition(tape: Tape, numbers: Sequence[int], readers: dict[int, set[int]]) -> Partition:

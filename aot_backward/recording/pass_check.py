@@ -79,11 +79,11 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
 def _run(segment: Segment, library: Library, example: ExamplePass, values: Mapping[str, int]) -> list[torch.Tensor]:
     operands = []
     for operand, spec in zip(segment.operands, library.spec.inputs, strict=True):
-        kind, _, where = operand.partition(":")
+        kind, _, key = operand.partition(":")
         if kind == "size":
-            operands.append(torch.empty((evaluate(where, values), 0)))
+            operands.append(torch.empty((evaluate(key, values), 0)))
         else:
-            tensor = example.inputs[int(where)] if kind == "input" else example.values[int(where)]
+            tensor = example.inputs[int(key)] if kind == "input" else example.values[int(key)]
             assert tensor is not None
             operands.append(with_strides(tensor, spec, values))  # a hook's result may have any strides
     return library.run(operands)
@@ -91,8 +91,8 @@ def _run(segment: Segment, library: Library, example: ExamplePass, values: Mappi
 
 def holds_for(spec: PassSpec, example: ExamplePass, values: Mapping[str, int]) -> bool:
     """Return whether the variant's shapes, sizes and guards hold for the example."""
-    shapes = [(s.shape, seen) for s, seen in zip(spec.inputs, example.shapes, strict=True)]
-    sizes = all(evaluate(wanted, values) == n for wanted, n in zip(spec.sizes, example.sizes, strict=True))
+    shapes = [(s.shape, shape) for s, shape in zip(spec.inputs, example.shapes, strict=True)]
+    sizes = all(evaluate(size, values) == n for size, n in zip(spec.sizes, example.sizes, strict=True))
     return (
         sizes
         and all(evaluate(g, values) for g in spec.guards)

@@ -77,11 +77,11 @@ def trace_partition(
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         inputs: dict[int, torch.Tensor] = {}
         run_values: dict[int, Any] = dict.fromkeys(partition.values)
-        for (kind, where, _), tensor in zip(placeholders, tensors, strict=True):
+        for (kind, key, _), tensor in zip(placeholders, tensors, strict=True):
             if kind == "input":
-                inputs[where] = tensor
+                inputs[key] = tensor
             elif kind == "value":
-                run_values[where] = tensor
+                run_values[key] = tensor
         state = Run(inputs, shapes.sizes, scalars, contexts, ())  # type: ignore[arg-type]
         state.values.update(run_values)
         for n in partition.ops:
@@ -140,11 +140,11 @@ def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, An
     for number in op.results:
         if number < 0:
             continue
-        seen = [e.values.get(number) for e in examples]
-        if any(t is not None and t.layout is not torch.strided for t in seen):
+        results = [e.values.get(number) for e in examples]
+        if any(t is not None and t.layout is not torch.strided for t in results):
             continue  # no graph reads it: see sparse_operations
-        tensors = [t for t in seen if t is not None]
-        if not tensors or len(tensors) < len(seen):
+        tensors = [t for t in results if t is not None]
+        if not tensors or len(tensors) < len(results):
             values[number] = None
             continue
         first = tensors[0]
@@ -165,14 +165,14 @@ def _symbol_values(shapes: Shapes, example: ExamplePass) -> dict[Any, int]:
     return {s: example.shapes[k.input][k.dim] if k.input >= 0 else example.sizes[k.dim] for s, k in shapes.symbols.items()}
 
 
-def _infer_size(seen: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
+def _infer_size(sizes: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
     for symbol, symint in shapes.symints.items():
         # use the symbol even if it has one value in all examples: these may be of one batch size although the group is not
-        if all(n[symbol] == s for n, s in zip(numbers, seen, strict=True)):
+        if all(n[symbol] == s for n, s in zip(numbers, sizes, strict=True)):
             return symint
-    if len(set(seen)) == 1:
-        return seen[0]
-    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(seen)}) and equals no size of the pass")
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(sizes)}) and equals no size of the pass")
 
 
 def graph_and_segments(name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes) -> tuple[Graph | None, list[Segment]]:
@@ -182,32 +182,32 @@ def graph_and_segments(name: str, partition: Partition, traced: TracedPartition 
         return None, [Segment((n,)) for n in partition.ops]
     module = traced.module
     used: list[tuple[str, Any, torch.Tensor]] = []
-    for node, (kind, where, fake) in zip(module.graph.find_nodes(op="placeholder"), traced.placeholders, strict=True):
+    for node, (kind, key, fake) in zip(module.graph.find_nodes(op="placeholder"), traced.placeholders, strict=True):
         if not node.users:
             module.graph.erase_node(node)
             continue
-        used.append((kind, where, fake))
+        used.append((kind, key, fake))
     constants: dict[str, tuple[str, torch.Tensor]] = {}
     lift_constants(module, constants, next((fake.device for kind, _, fake in used if kind != "size"), torch.device("cpu")))
     module.graph.lint()
     module.recompile()
     traced.name, traced.used_placeholders = name, used
     count = sum(1 for n in module.graph.nodes if n.op == "call_function")
-    outputs, undefined, absent = map(tuple, (traced.outputs, traced.undefined_outputs, traced.undefined_values))
+    outputs, undefined_outputs, undefined_values = map(tuple, (traced.outputs, traced.undefined_outputs, traced.undefined_values))
     return Graph(name, module, *graph_specs(traced, sizes), constants, count), [
-        Segment(partition.ops, name, graph_operands(traced, sizes), outputs, undefined, absent)
+        Segment(partition.ops, name, graph_operands(traced, sizes), outputs, undefined_outputs, undefined_values)
     ]
 
 
 def graph_operands(traced: TracedPartition, sizes: Sizes) -> tuple[str, ...]:
     """Return the graph's operands as the package states them: ``input:I``, ``value:V``, ``size:EXPRESSION``."""
-    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{where}" for kind, where, fake in traced.used_placeholders)
+    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{key}" for kind, key, fake in traced.used_placeholders)
 
 
 def graph_specs(traced: TracedPartition, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the specs of the graph's inputs and outputs."""
     words = {"input": "tensor {}", "value": "the gradient %v{}", "size": "size {}"}
-    inputs = tuple(sizes.spec(words[kind].format(where), fake, False) for kind, where, fake in traced.used_placeholders)
+    inputs = tuple(sizes.spec(words[kind].format(key), fake, False) for kind, key, fake in traced.used_placeholders)
     return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.outputs, traced.results, strict=True))
 
 
@@ -236,12 +236,12 @@ def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target in (operator.mul, operator.add) and len(node.args) > 2:
             first, *rest = node.args
-            made = first
+            new_node = first
             with module.graph.inserting_before(node):
                 for factor in rest:
-                    previous, made = made, module.graph.call_function(node.target, (made, factor))
-                    made.meta["val"] = node.target(*(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (previous, factor)))
-            node.replace_all_uses_with(made)
+                    previous, new_node = new_node, module.graph.call_function(node.target, (new_node, factor))
+                    new_node.meta["val"] = node.target(*(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (previous, factor)))
+            node.replace_all_uses_with(new_node)
             module.graph.erase_node(node)
 
 
@@ -249,10 +249,10 @@ def _with_gradient_strides(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tens
     """Return ``grad`` with the strides that eager gives a leaf's gradient: the leaf's own if it is dense, else row-major ones."""
     if grad.layout is not torch.strided or grad.shape != leaf.shape:
         return grad
-    wanted = leaf.stride() if torch_api.is_non_overlapping_and_dense(leaf) else torch_api.contiguous_strides(leaf.shape)
-    if grad.stride() == tuple(wanted):
+    strides = leaf.stride() if torch_api.is_non_overlapping_and_dense(leaf) else torch_api.contiguous_strides(leaf.shape)
+    if grad.stride() == tuple(strides):
         return grad
-    return torch.empty_strided(grad.shape, wanted, dtype=grad.dtype, device=grad.device).copy_(grad)
+    return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
 
 
 @contextlib.contextmanager

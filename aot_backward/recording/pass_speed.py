@@ -47,20 +47,20 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     times: dict[str, list[float]] = {EAGER: [], COMPILED: []}
     labels: list[str] = []
     for example in program.examples:
-        seen = example.times
+        pass_times = example.times
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        if seen.times_interpreted < _MIN_TIMES[0] or seen.times_in_eager < _MIN_TIMES[1] or not holds_for(spec, example, values):
+        if pass_times.times_interpreted < _MIN_TIMES[0] or pass_times.times_in_eager < _MIN_TIMES[1] or not holds_for(spec, example, values):
             continue
         try:
-            here = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)
+            local_times = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)
         except Exception as error:  # a failed timing does not make the pass wrong
             log.info("%s could not be timed: %s", program.name, error)
             continue
-        engine, interpreted, eager = seen.engine * 1e6, seen.interpreted * 1e6, seen.eager * 1e6
+        engine, interpreted, eager = pass_times.engine * 1e6, pass_times.interpreted * 1e6, pass_times.eager * 1e6
         if calls:  # only the script's time includes these calls
-            compiled = max(interpreted - here[INTERPRETED] + here[COMPILED], here[COMPILED])
+            compiled = max(interpreted - local_times[INTERPRETED] + local_times[COMPILED], local_times[COMPILED])
         else:
-            compiled = interpreted * here[COMPILED] / here[INTERPRETED]
+            compiled = interpreted * local_times[COMPILED] / local_times[INTERPRETED]
         for name, microseconds in ((EAGER, eager), (COMPILED, engine + compiled)):
             times[name].append(round(microseconds, 1))
         labels.append(sizes_in_words(values))
@@ -100,8 +100,8 @@ def _fastest(times: Mapping[str, Sequence[float]]) -> str:
 
 def slower(program: TracedProgram, speed: Speed) -> str:
     """Return the times of a pass that is not faster when compiled, as text."""
-    took = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
-    return f"{program.name}: {took}{program.structure.location()}"
+    timings = ", ".join(f"{name} {microseconds:,.0f} µs" for name, microseconds in speed.means.items())
+    return f"{program.name}: {timings}{program.structure.location()}"
 
 
 def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass) -> dict[str, stopwatch.Call]:
@@ -109,17 +109,17 @@ def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libra
     tape = program.structure.tape
     device = spec.inputs[0].device if spec.inputs else "cpu"
     constants = {key: tensor for graph in program.graphs for key, tensor in graph.constants.values()}
-    here = replace(spec, ambient=current_ambient(device))
-    structure = Structure(tape, StructureSpec(program.fingerprint, tape.nodes, len(tape.ops), (here,)), libraries, constants)
+    local_spec = replace(spec, ambient=current_ambient(device))
+    structure = Structure(tape, StructureSpec(program.fingerprint, tape.nodes, len(tape.ops), (local_spec,)), libraries, constants)
     leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
     values = PassContract(spec).symbol_values(example.shapes, example.sizes)
     inputs = []
-    for i, wanted in enumerate(spec.inputs):
-        given = example.inputs.get(i)
-        if given is None:
-            strides = tuple(evaluate(s, values) for s in wanted.stride)
-            given = torch.empty_strided(example.shapes[i], strides, dtype=dtype_of(wanted.dtype), device=wanted.device)
-        inputs.append(given.detach().requires_grad_(wanted.requires_grad) if i in leaves else given)
+    for i, input_spec in enumerate(spec.inputs):
+        recorded_input = example.inputs.get(i)
+        if recorded_input is None:
+            strides = tuple(evaluate(s, values) for s in input_spec.stride)
+            recorded_input = torch.empty_strided(example.shapes[i], strides, dtype=dtype_of(input_spec.dtype), device=input_spec.device)
+        inputs.append(recorded_input.detach().requires_grad_(input_spec.requires_grad) if i in leaves else recorded_input)
     operands = Operands(inputs, list(example.sizes), list(program.observation.scalars), (), ())
 
     def interpreted() -> None:

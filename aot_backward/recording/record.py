@@ -127,13 +127,13 @@ class Recording:
             for words, reason in self.steps.clippings.refused.items():
                 self.skipped[f"{words}: {reason}"] += 1
         if self.replaying.table.full:
-            most = f"after {self.replaying.table.max_structures} structures (max_structures), further ones ran in eager"
-            self.skipped[f"the structure kept changing: {most}. {_CONSTANTS}"] += 1
+            limit = f"after {self.replaying.table.max_structures} structures (max_structures), further ones ran in eager"
+            self.skipped[f"the structure kept changing: {limit}. {_CONSTANTS}"] += 1
         kind = error[0]
-        ended = kind is None or (
+        is_complete = kind is None or (
             isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
         )  # a script that calls sys.exit has ended, too
-        if ended and self.path is not None:
+        if is_complete and self.path is not None:
             self._compile(self.path)
 
     def _compile(self, path: Path) -> None:

@@ -33,10 +33,10 @@ class Selection:
 def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known: Callable[[str], bool]) -> Selection:
     """Select structures. ``is_known``: whether the package has a variant of the structure with that fingerprint, which then counts as often
     enough."""
-    met = {fingerprint: structure for fingerprint, structure in structures.items() if structure.passes}
-    often = {fingerprint: s for fingerprint, s in met.items() if s.passes >= min_seen or is_known(fingerprint)}
-    by_cost = sorted(often.items(), key=lambda item: -item[1].backward_seconds)
-    return Selection(dict(by_cost), len(met) - len(often))
+    candidates = {fingerprint: structure for fingerprint, structure in structures.items() if structure.passes}
+    frequent = {fingerprint: s for fingerprint, s in candidates.items() if s.passes >= min_seen or is_known(fingerprint)}
+    by_cost = sorted(frequent.items(), key=lambda item: -item[1].backward_seconds)
+    return Selection(dict(by_cost), len(candidates) - len(frequent))
 
 
 def percent(part: float, whole: float) -> str:

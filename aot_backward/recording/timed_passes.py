@@ -73,8 +73,8 @@ class TimedPasses:
 
     def _rows_due(self, times: PassTimes) -> int:
         """Return the rows that are due. During a row of another kind, passes in between join in: interpreting them would slow eager there, too."""
-        others = any(len(row.seconds) < row.length for row in self._rows.values())
-        return -(-times.times_interpreted // _INTERPRETED_BEFORE) if others else times.times_interpreted // _INTERPRETED_BEFORE
+        is_incomplete = any(len(row.seconds) < row.length for row in self._rows.values())
+        return -(-times.times_interpreted // _INTERPRETED_BEFORE) if is_incomplete else times.times_interpreted // _INTERPRETED_BEFORE
 
     def ran_in_eager(self, row: Row, roots: Sequence[Any], inputs: Sequence[Any], seconds: float) -> None:
         """Add the pass to its row. End the row if only the first nodes of the pass are like it."""
@@ -109,15 +109,15 @@ def _is_enough(times: PassTimes) -> bool:
     return count >= _MAX_TIMED or (count >= _MIN_TIMED and count * times.eager >= _SECONDS_TIMED)
 
 
-def _likeness(roots: Sequence[Any], inputs: Sequence[Any], most: int) -> int:
-    """Return a hash of the graph's first ``most`` nodes: their names and edges, and the shapes of their incoming gradients. It keeps no node
+def _likeness(roots: Sequence[Any], inputs: Sequence[Any], limit: int) -> int:
+    """Return a hash of the graph's first ``limit`` nodes: their names and edges, and the shapes of their incoming gradients. It keeps no node
     alive."""
     numbers: dict[Any, int] = {}
-    found: list[Any] = []
+    features: list[Any] = []
     nodes = [r.grad_fn if isinstance(r, torch.Tensor) else r.node for r in roots]
-    found.append((len(roots), len(inputs), tuple(None if node is None else numbers.setdefault(node, len(numbers)) for node in nodes)))
+    features.append((len(roots), len(inputs), tuple(None if node is None else numbers.setdefault(node, len(numbers)) for node in nodes)))
     pending: list[Any] = [node for node in dict.fromkeys(nodes) if node is not None]
-    while pending and len(found) <= most:
+    while pending and len(features) <= limit:
         node = pending.pop()
         edges = []
         for following, place in node.next_functions:
@@ -125,5 +125,5 @@ def _likeness(roots: Sequence[Any], inputs: Sequence[Any], most: int) -> int:
                 numbers[following] = len(numbers)
                 pending.append(following)
             edges.append((numbers.get(following), place))
-        found.append((node.name(), tuple(edges), torch_api.gradient_shapes(node)))
-    return hash(tuple(found))
+        features.append((node.name(), tuple(edges), torch_api.gradient_shapes(node)))
+    return hash(tuple(features))

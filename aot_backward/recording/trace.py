@@ -76,12 +76,12 @@ def trace_structures(
 
 
 def _trace_structure(
-    fingerprint: str, structure: RecordedStructure, known: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str]
+    fingerprint: str, structure: RecordedStructure, variants: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str]
 ) -> list[TracedProgram]:
     out = []
-    seen = structure.observations
-    by_frequency = sorted(group_observations(list(seen), known), key=lambda g: -sum(seen.get(o, 0) for o in g))
-    for number, group in enumerate(by_frequency, len(known)):
+    observations = structure.observations
+    by_frequency = sorted(group_observations(list(observations), variants), key=lambda g: -sum(observations.get(o, 0) for o in g))
+    for number, group in enumerate(by_frequency, len(variants)):
         name = f"{_PREFIX}.{fingerprint[:12]}.{number}"
         if number >= _MAX_VARIANTS:
             skipped[

@@ -16,7 +16,7 @@ def section(name: str, title: str, *children: Child) -> Html:
 
 def facts(rows: Iterable[tuple[str, Child]]) -> Html:
     """Return a list of terms and their descriptions; rows without content are omitted."""
-    return element("dl", [(element("dt", term), element("dd", what)) for term, what in rows if what], class_="facts")
+    return element("dl", [(element("dt", term), element("dd", value)) for term, value in rows if value], class_="facts")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int] = (), total: Sequence[Child] = ()) -> Html:
@@ -29,7 +29,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Seque
     return element("div", element("table", element("thead", row(header, "th")), element("tbody", map(row, rows)), foot), class_="wide")
 
 
-def folded(items: Sequence[Child], what: str) -> Child:
+def folded(items: Sequence[Child], noun: str) -> Child:
     """Return the items; a long list shows the first ones, and the rest on a click."""
 
     def listed(some: Sequence[Child]) -> list[Child]:
@@ -37,7 +37,7 @@ def folded(items: Sequence[Child], what: str) -> Child:
 
     if len(items) <= SHOWN + 3:
         return listed(items)
-    rest = element("details", element("summary", f"and {len(items) - SHOWN:,} more {what}"), listed(items[SHOWN:]))
+    rest = element("details", element("summary", f"and {len(items) - SHOWN:,} more {noun}"), listed(items[SHOWN:]))
     return [*listed(items[:SHOWN]), " ", rest]
 
 

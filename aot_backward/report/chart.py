@@ -48,8 +48,8 @@ def chart(view: View, number: int) -> Html:
     start = sum(lengths[:-1])
     parts += _peak(view.columns[-1], _LEFT + start * across, across, y)
     alt = f"Live bytes over {view.in_words}: at most {size_in_words(max(view.columns[-1].use.live))} in the {view.columns[-1].role}"
-    drawn = element("svg", element("g", parts), element("g", class_="probe"), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=alt)
-    box = element("div", drawn, class_="chart", data_view=number, data_left=_LEFT, data_right=_RIGHT, data_width=_WIDTH)
+    drawing = element("svg", element("g", parts), element("g", class_="probe"), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=alt)
+    box = element("div", drawing, class_="chart", data_view=number, data_left=_LEFT, data_right=_RIGHT, data_width=_WIDTH)
     return element("figure", element("figcaption", element("strong", view.title), ": ", _caption(view)), box)
 
 

@@ -41,11 +41,11 @@ def _layer(layer: LayerSpec) -> str:
 
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
-    own = entry.program_state
-    parameters, frozen = [s for s in own if s.parameter], [s.name for s in own if s.parameter and not s.requires_grad]
+    specs = entry.program_state
+    parameters, frozen = [s for s in specs if s.parameter], [s.name for s in specs if s.parameter and not s.requires_grad]
     elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
-    ties = len(own) - len({s.weight for s in own})
-    state = f"{counted(len(parameters), 'parameter')} with {elements:,} elements, {counted(len(own) - len(parameters), 'buffer')}" if own else ""
+    ties = len(specs) - len({s.weight for s in specs})
+    state = f"{counted(len(parameters), 'parameter')} with {elements:,} elements, {counted(len(specs) - len(parameters), 'buffer')}" if specs else ""
     rows: list[tuple[str, Child]] = [
         ("State", f"{state}{f', {ties} tied to others' if ties else ''}" if state else None),
         ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
@@ -82,35 +82,35 @@ def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
     return element("div", element("h4", "Calls of ", code(f"torch.nn.utils.{clipping.function}")), facts(rows), class_="variant")
 
 
-def _in_place(recorded: UpdateSpec | ClippingSpec, archive: Archive) -> Iterator[tuple[str, Child]]:
+def _in_place(spec: UpdateSpec | ClippingSpec, archive: Archive) -> Iterator[tuple[str, Child]]:
     """Describe code that writes to a script's own tensors."""
-    yield "Code", f"the graph {recorded.library}"
-    yield from _compared(recorded.verdict, recorded.verdicts, archive)
-    yield "Speed when it was recorded", list(map(line, pass_speed_in_words(recorded.speed))) if recorded.speed else None
+    yield "Code", f"the graph {spec.library}"
+    yield from _compared(spec.verdict, spec.verdicts, archive)
+    yield "Speed when it was recorded", list(map(line, pass_speed_in_words(spec.speed))) if spec.speed else None
 
 
 def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     step = entry.step
     if step is None:
         return
-    made = "before its first step" if step.fresh else "after steps made before the export"
-    yield "Optimizer", [code(step.optimizer), f", {made}; {counted(len(step.state), 'tensor')} of state"]
+    origin = "before its first step" if step.fresh else "after steps made before the export"
+    yield "Optimizer", [code(step.optimizer), f", {origin}; {counted(len(step.state), 'tensor')} of state"]
     yield from _groups(step.groups, step.numbers)
-    own = {n.key: n.value for n in step.numbers if n.group == -1}
-    yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in own.items() if key != "loss_scale")
-    yield "Loss scale", f"{own['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in own else None
+    numbers = {n.key: n.value for n in step.numbers if n.group == -1}
+    yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in numbers.items() if key != "loss_scale")
+    yield "Loss scale", f"{numbers['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in numbers else None
     yield "Gradients", "can be accumulated over calls" if step.update else "every call is an update"
     yield "Not finite", "an update is skipped if the gradients have Inf or NaN" if step.finite else None
 
 
-def _groups(groups: Sequence[GroupSpec], every: Sequence[NumberSpec]) -> Iterator[tuple[str, Child]]:
+def _groups(groups: Sequence[GroupSpec], specs: Sequence[NumberSpec]) -> Iterator[tuple[str, Child]]:
     for number, group in enumerate(groups):
-        moved = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in every if n.group == number]
-        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in moved}}
-        numbers = ", ".join(f"{k} = {v:g}" for k, v in moved) or "nothing"
-        still = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
-        said = f"{counted(len(group.parameters), 'parameter')}; a schedule may change {numbers}"
-        yield f"Group {number}", [said, element("p", still, class_="quiet") if fixed else None]
+        values = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in specs if n.group == number]
+        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in values}}
+        numbers = ", ".join(f"{k} = {v:g}" for k, v in values) or "nothing"
+        note = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
+        text = f"{counted(len(group.parameters), 'parameter')}; a schedule may change {numbers}"
+        yield f"Group {number}", [text, element("p", note, class_="quiet") if fixed else None]
 
 
 def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) -> Html:
@@ -121,7 +121,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Call", call),
         ("Arguments", _tensors(v.inputs, words, entry.kind == "module")),
         ("Results", _tensors(v.outputs, words)),
-        ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
+        ("Sizes", [line(element("b", label), f": {bounds}", f" ({place})" if place else "") for label, bounds, place in words.ranges()]),
         ("Only if", [line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
         ("In the other mode", folded(list(map(code, v.set_apart)), "submodules") if v.set_apart else None),
         ("Gradients of", _gradients(v) if not entry.names else None),
@@ -130,7 +130,7 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Randomness", "draws random numbers" if v.random else None),
         ("Changes", _changes(v)),
         *_compared(v.verdict, v.verdicts, archive),
-        *(row for again in v.orders[1:] for row in _compared(again.verdict, again.verdicts, archive, "Derivatives compared")),
+        *(row for derivative in v.orders[1:] for row in _compared(derivative.verdict, derivative.verdicts, archive, "Derivatives compared")),
         ("Speed when it was exported", list(map(line, speed_in_words(v.speed))) if v.speed else None),
     ]
     title = None if single else element("h4", variant_title(number, v).capitalize())
@@ -153,20 +153,20 @@ def _constants(v: VariantSpec) -> Iterator[str]:
         yield from _fixed(child, label)
 
 
-def _fixed(tree: Tree, where: str) -> Iterator[str]:
+def _fixed(tree: Tree, path: str) -> Iterator[str]:
     if tree.kind == "constant":
-        yield f"{where} is {tree.value!r}"
+        yield f"{path} is {tree.value!r}"
     keys = tree.keys or range(len(tree.children))
     for key, child in zip(keys, tree.children, strict=False):
-        yield from _fixed(child, f"{where}[{key!r}]")
+        yield from _fixed(child, f"{path}[{key!r}]")
 
 
 def _gradients(v: VariantSpec) -> Child:
     plan = v.backward or v.gradient
     names = [owner(g.of, v.inputs) for g in plan.gradients if g.source] if plan else []
-    none = [owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
-    said = [folded(list(map(code, names)), "tensors") if names else None]
-    return [*said, line("None, as in eager: ", folded(list(map(code, none)), "tensors"))] if none else said if names else None
+    missing = [owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
+    parts = [folded(list(map(code, names)), "tensors") if names else None]
+    return [*parts, line("None, as in eager: ", folded(list(map(code, missing)), "tensors"))] if missing else parts if names else None
 
 
 def _changes(v: VariantSpec) -> Child:
@@ -179,8 +179,8 @@ def _compared(first: Verdict, rest: Sequence[Verdict], archive: Archive, term: s
     targets = targets_of(archive.manifest)
     lines = []
     for target, verdict in zip(targets, (first, *rest), strict=False):
-        good = verdict.status == "verified"
-        lines.append(line(f"{target.label}: " if rest else "", element("span", verdict_in_words(verdict), class_="good" if good else "open")))
+        is_verified = verdict.status == "verified"
+        lines.append(line(f"{target.label}: " if rest else "", element("span", verdict_in_words(verdict), class_="good" if is_verified else "open")))
     yield term, lines
 
 
@@ -201,7 +201,7 @@ def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
     rows: list[tuple[str, Child]] = [
         (f"Variant {number}", ", ".join(_steps(v)) or "nothing to run"),
         ("Tensors", _tensors(v.inputs, words)),
-        ("Sizes", [line(element("b", label), f": {said}", f" ({where})" if where else "") for label, said, where in words.ranges()]),
+        ("Sizes", [line(element("b", label), f": {bounds}", f" ({place})" if place else "") for label, bounds, place in words.ranges()]),
         ("Only if", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
         ("Numbers", ", ".join(f"{n:g}" for n in v.scalars)),
         *_compared(v.verdict, v.verdicts, archive),

@@ -88,9 +88,9 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
         lines = tuple(map(_line, form["lines"]))
         sizes = _sizes(form.get("sizes", {}))
         nodes: list[Node] = []
-        for parts, node_name, looks, place in zip(form["nodes"], form["names"], form["looks"], form["places"], strict=True):
+        for parts, node_name, metadata, place in zip(form["nodes"], form["names"], form["looks"], form["places"], strict=True):
             try:
-                nodes.append(_node(parts, node_name, looks, place, nodes, len(lines), sizes))
+                nodes.append(_node(parts, node_name, metadata, place, nodes, len(lines), sizes))
             except _Malformed as error:
                 raise _Malformed(f"node {len(nodes)}: {error}") from error
         outputs = [n for n in form["nodes"] if n[0] == "output"]
@@ -119,7 +119,7 @@ def _sizes(form: Any) -> dict[str, int]:
     return form
 
 
-def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]) -> Node:
+def _node(parts: Any, name: Any, metadata: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]) -> Node:
     if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
         raise _Malformed("it has no operator")
     operator = parts[0]
@@ -138,10 +138,10 @@ def _node(parts: Any, name: Any, looks: Any, place: Any, before: list[Node], lin
     index = -1
     if operator == "operator:getitem" and isinstance(parts[1], list) and len(parts[1]) == 2 and type(parts[1][1]) is int:
         index = parts[1][1]
-    several = isinstance(looks, list) and not (len(looks) == 3 and isinstance(looks[0], str))
-    seen = tuple(_tensor(v, sizes) for v in (looks if several else [looks]))
+    several = isinstance(metadata, list) and not (len(metadata) == 3 and isinstance(metadata[0], str))
+    tensors = tuple(_tensor(v, sizes) for v in (metadata if several else [metadata]))
     shortened = call if len(call) <= _LONGEST_CALL else f"{call[: _LONGEST_CALL - 1]}…"
-    return Node(operator, clean(name), tuple(inputs), shortened, seen, several, place, index)
+    return Node(operator, clean(name), tuple(inputs), shortened, tensors, several, place, index)
 
 
 def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
@@ -185,8 +185,8 @@ def _reads(form: Any, before: int, out: dict[int, None]) -> None:
 
 def _arguments(parts: list[Any], before: list[Node]) -> list[str]:
     positional = [_worded(v, before) for v in parts[1]] if isinstance(parts[1], list) else [_worded(parts[1], before)]
-    named = parts[2]["map"] if len(parts) > 2 and isinstance(parts[2], dict) and "map" in parts[2] else {}
-    return positional + [f"{k}={_worded(v, before)}" for k, v in named.items()]
+    keywords = parts[2]["map"] if len(parts) > 2 and isinstance(parts[2], dict) and "map" in parts[2] else {}
+    return positional + [f"{k}={_worded(v, before)}" for k, v in keywords.items()]
 
 
 def _worded(form: Any, before: list[Node]) -> str:

@@ -62,36 +62,38 @@ _Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
 
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     """Return all views, in the manifest's order."""
-    drawn = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
-    found = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, drawn) if view.columns]
+    graphs = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
+    all_views = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, graphs) if view.columns]
     for name, entry in manifest.entries.items():
-        found += [view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], drawn)]
-        found += [view for c in entry.clippings for view in _of_clipping(name, c, manifest.libraries[c.library], drawn)]
-    return found
+        all_views += [view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], graphs)]
+        all_views += [view for c in entry.clippings for view in _of_clipping(name, c, manifest.libraries[c.library], graphs)]
+    return all_views
 
 
-def _of_entry(name: str, entry: EntrySpec, drawn: _Drawn) -> Iterator[View]:
+def _of_entry(name: str, entry: EntrySpec, graphs: _Drawn) -> Iterator[View]:
     for number, variant in enumerate(entry.variants):
         for order, program in enumerate(variant.orders, 1):
             title = f"{name}, {variant_title(number, variant)}"
-            yield from _of_variant(title if order == 1 else f"{title}, {order_in_words(order)}", program, drawn)
+            yield from _of_variant(title if order == 1 else f"{title}, {order_in_words(order)}", program, graphs)
     if entry.step is not None and entry.step.update is not None:
-        yield View(f"{name}, update alone", _planned(drawn, ("update", entry.step.update)))
+        yield View(f"{name}, update alone", _planned(graphs, ("update", entry.step.update)))
     for structure in entry.structures:
-        for number, compiled in enumerate(structure.variants):
-            yield from _of_pass(f"{name}, structure {structure.fingerprint[:12]}, variant {number}", compiled, drawn)
+        for number, spec in enumerate(structure.variants):
+            yield from _of_pass(f"{name}, structure {structure.fingerprint[:12]}, variant {number}", spec, graphs)
 
 
-def _of_update(name: str, update: UpdateSpec, library: LibrarySpec, drawn: _Drawn) -> Iterator[View]:
-    if update.library in drawn:
-        given = [spec.name for spec in library.inputs]
-        yield View(f"{name}, step of {update.optimizer.rpartition('.')[2]}", (_column("update", drawn[update.library], given, [(0, "nothing")], {}),))
+def _of_update(name: str, update: UpdateSpec, library: LibrarySpec, graphs: _Drawn) -> Iterator[View]:
+    if update.library in graphs:
+        input_names = [spec.name for spec in library.inputs]
+        yield View(
+            f"{name}, step of {update.optimizer.rpartition('.')[2]}", (_column("update", graphs[update.library], input_names, [(0, "nothing")], {}),)
+        )
 
 
-def _of_clipping(name: str, clipping: ClippingSpec, library: LibrarySpec, drawn: _Drawn) -> Iterator[View]:
-    if clipping.library in drawn:
-        given, result = [spec.name for spec in library.inputs], "norm" if clipping.norm_type else "nothing"
-        yield View(f"{name}, {clipping.function}", (_column("clipping", drawn[clipping.library], given, [(0, result)], {}),))
+def _of_clipping(name: str, clipping: ClippingSpec, library: LibrarySpec, graphs: _Drawn) -> Iterator[View]:
+    if clipping.library in graphs:
+        input_names, result = [spec.name for spec in library.inputs], "norm" if clipping.norm_type else "nothing"
+        yield View(f"{name}, {clipping.function}", (_column("clipping", graphs[clipping.library], input_names, [(0, result)], {}),))
 
 
 def variant_title(number: int, variant: VariantSpec) -> str:
@@ -102,46 +104,49 @@ def order_in_words(order: int) -> str:
     return {1: "gradients", 2: "second derivatives", 3: "third derivatives"}.get(order, f"derivatives of order {order}")
 
 
-def _of_variant(title: str, v: VariantSpec, drawn: _Drawn) -> Iterator[View]:
-    training = _planned(drawn, ("forward", v.forward), ("backward", v.backward), of=v)
+def _of_variant(title: str, v: VariantSpec, graphs: _Drawn) -> Iterator[View]:
+    training = _planned(graphs, ("forward", v.forward), ("backward", v.backward), of=v)
     yield View(title, training, tuple(_links(v.forward, v.backward, *training)) if v.forward and v.backward and len(training) == 2 else ())
-    for alone in (("inference", v.inference), ("gradient", v.gradient), ("step", v.step), ("accumulate", v.accumulate)):
-        yield View(title, _planned(drawn, alone, of=v))
+    for plan in (("inference", v.inference), ("gradient", v.gradient), ("step", v.step), ("accumulate", v.accumulate)):
+        yield View(title, _planned(graphs, plan, of=v))
 
 
-def _of_pass(title: str, spec: PassSpec, drawn: _Drawn) -> Iterator[View]:
+def _of_pass(title: str, spec: PassSpec, graphs: _Drawn) -> Iterator[View]:
     for segment in spec.segments:
-        if segment.library in drawn:
+        if segment.library in graphs:
             labels = _labels(spec.symbols)
-            given = [_operand(o, spec.inputs, (), labels) for o in segment.operands]
-            gives = [(i, f"value {n}") for i, n in enumerate(segment.results)]
-            yield View(title, (_column("backward", drawn[segment.library], given, gives, labels),))
+            input_names = [_operand(o, spec.inputs, (), labels) for o in segment.operands]
+            result_names = [(i, f"value {n}") for i, n in enumerate(segment.results)]
+            yield View(title, (_column("backward", graphs[segment.library], input_names, result_names, labels),))
 
 
-def _planned(drawn: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | None = None) -> tuple[Column, ...]:
+def _planned(graphs: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | None = None) -> tuple[Column, ...]:
     """Return a column for each plan that calls a graph that the package holds as data."""
     inputs, outputs, cotangents = (of.inputs, of.outputs, of.cotangents) if of else ((), (), ())
     labels = _labels(of.symbols) if of else {}
     columns = []
     for role, plan in plans:
-        if plan is not None and plan.call is not None and plan.call.library in drawn:
-            given = [_operand(o, inputs, cotangents, labels) for o in plan.call.operands]
-            gives = [(_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}") for i, o in enumerate(plan.outputs)]
-            gives += [(_result(o), f"saved {i}") for i, o in enumerate(plan.saved)]
-            gives += [(_result(g.source), f"gradient of {owner(g.of, inputs)}") for g in plan.gradients]
-            columns.append(_column(role, drawn[plan.call.library], given, gives, labels))
+        if plan is not None and plan.call is not None and plan.call.library in graphs:
+            input_names = [_operand(o, inputs, cotangents, labels) for o in plan.call.operands]
+            result_names = [(_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}") for i, o in enumerate(plan.outputs)]
+            result_names += [(_result(o), f"saved {i}") for i, o in enumerate(plan.saved)]
+            result_names += [(_result(g.source), f"gradient of {owner(g.of, inputs)}") for g in plan.gradients]
+            columns.append(_column(role, graphs[plan.call.library], input_names, result_names, labels))
     return tuple(columns)
 
 
-def _column(role: str, drawn: tuple[Drawing, MemoryUse], given: Sequence[str], gives: Sequence[tuple[int, str]], labels: Mapping[str, str]) -> Column:
-    """Return a column. ``given``: descriptions of the library's inputs, in its order; ``gives``: descriptions of its results, by their number."""
-    drawing, memory = drawn
+def _column(
+    role: str, graph: tuple[Drawing, MemoryUse], input_names: Sequence[str], result_names: Sequence[tuple[int, str]], labels: Mapping[str, str]
+) -> Column:
+    """Return a column. ``input_names``: descriptions of the library's inputs, in its order; ``result_names``: descriptions of its results, by their
+    number."""
+    drawing, memory = graph
     results: dict[int, tuple[str, ...]] = {}
-    for number, what in gives:
+    for number, label in result_names:
         node = drawing.results[number] if 0 <= number < len(drawing.results) else -1
         if node >= 0:
-            results[node] = (*results.get(node, ()), what)
-    return Column(role, drawing, memory, dict(zip(drawing.placeholders, given, strict=False)), results, labels)
+            results[node] = (*results.get(node, ()), label)
+    return Column(role, drawing, memory, dict(zip(drawing.placeholders, input_names, strict=False)), results, labels)
 
 
 def _links(first: Plan, second: Plan, forward: Column, backward: Column) -> Iterator[tuple[int, int]]:
@@ -159,8 +164,8 @@ def _links(first: Plan, second: Plan, forward: Column, backward: Column) -> Iter
 def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[TensorSpec], labels: Mapping[str, str]) -> str:
     """Return a description of a call's operand."""
     kind, _, rest = operand.partition(":")
-    known = {"input": inputs, "cotangent": cotangents}.get(kind, ())
-    return known[number_of(rest)].name if 0 <= number_of(rest) < len(known) else f"{kind} {with_labels(rest, labels)}"
+    specs = {"input": inputs, "cotangent": cotangents}.get(kind, ())
+    return specs[number_of(rest)].name if 0 <= number_of(rest) < len(specs) else f"{kind} {with_labels(rest, labels)}"
 
 
 def owner(of: str, inputs: Sequence[TensorSpec]) -> str:

@@ -33,39 +33,39 @@ def _operators(drawings: Mapping[str, Drawing]) -> Html:
             if node.computes:
                 counts.setdefault(node.operator, Counter())[_role(name)] += 1
     ordered = sorted(counts.items(), key=lambda c: (-c[1].total(), c[0]))
-    most = max((c.total() for _, c in ordered), default=1)
+    largest = max((c.total() for _, c in ordered), default=1)
 
     def row(operator: str, count: Counter[str]) -> Sequence[Child]:
-        drawn = element("svg", element("rect", width=f"{100 * count.total() / most:.1f}", height=8, rx=1), class_="mini", viewBox="0 0 100 8")
-        return [code(operator), *(f"{count[r]:,}" if count[r] else "·" for r in roles), f"{count.total():,}", drawn]
+        bar = element("svg", element("rect", width=f"{100 * count.total() / largest:.1f}", height=8, rx=1), class_="mini", viewBox="0 0 100 8")
+        return [code(operator), *(f"{count[r]:,}" if count[r] else "·" for r in roles), f"{count.total():,}", bar]
 
     header, numbers = ("Operator", *roles, "All", ""), range(1, len(roles) + 2)
-    shown = table(header, [row(*c) for c in ordered[:SHOWN]], numbers)
+    main_table = table(header, [row(*c) for c in ordered[:SHOWN]], numbers)
     if len(ordered) <= SHOWN:
-        return shown
-    rest = table(header, [row(*c) for c in ordered[SHOWN:]], numbers)
-    return Html(shown + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest))
+        return main_table
+    rest_table = table(header, [row(*c) for c in ordered[SHOWN:]], numbers)
+    return Html(main_table + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table))
 
 
 def _called(archive: Archive) -> Html:
     manifest = archive.manifest
-    called: dict[str, list[str]] = {}
+    by_operator: dict[str, list[str]] = {}
     for name, spec in manifest.libraries.items():
         for operator in dict.fromkeys(o for build in spec.every_build for o in build.operators):
-            called.setdefault(operator, []).append(name)
+            by_operator.setdefault(operator, []).append(name)
     builds = [b for spec in manifest.libraries.values() for b in spec.every_build]
-    needed = sorted({n for b in builds for n in b.needed})
+    libraries = sorted({n for b in builds for n in b.needed})
     glibc, glibcxx = (max((getattr(b, f) for b in builds), key=_numeric, default="") for f in ("glibc", "glibcxx"))
-    through = [line(code(o), f" in {', '.join(graphs)}{_registered(manifest.operators.get(o))}") for o, graphs in called.items()]
+    lines = [line(code(o), f" in {', '.join(graphs)}{_registered(manifest.operators.get(o))}") for o, graphs in by_operator.items()]
     note = "Matrix products, convolutions and other kernels that the compiler does not write itself are calls into libtorch, and not listed."
     versions = ", ".join(f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version)
     return facts(
         [
             (
                 "Called, not compiled",
-                [through or "none: no operator goes through the proxy executor.", line(element("span", note, class_="quiet"))],
+                [lines or "none: no operator goes through the proxy executor.", line(element("span", note, class_="quiet"))],
             ),
-            ("Shared libraries", folded(list(map(code, needed)), "libraries") if needed else "none"),
+            ("Shared libraries", folded(list(map(code, libraries)), "libraries") if libraries else "none"),
             ("Symbol versions", versions),
         ]
     )

@@ -22,8 +22,8 @@ Child = str | Html | Iterable[Any] | None
 
 def clean(text: str) -> str:
     """Return ``text`` with unprintable characters, including direction marks, replaced, and cut to :data:`LONGEST`."""
-    shown = _visible(text)
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 1]}…"
+    printable = _visible(text)
+    return printable if len(printable) <= LONGEST else f"{printable[: LONGEST - 1]}…"
 
 
 def _visible(text: str) -> str:

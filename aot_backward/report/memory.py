@@ -40,8 +40,8 @@ def memory_use(drawing: Drawing) -> MemoryUse:
     begin: list[int] = []
     end: list[int] = []
     bytes_: list[int] = []
-    held: list[tuple[tuple[int, ...], ...]] = []  # for each node and each tensor of its value, the allocations that it uses
-    given = 0
+    allocs: list[tuple[tuple[int, ...], ...]] = []  # for each node and each tensor of its value, the allocations that it uses
+    input_bytes = 0
 
     def memory(start: int, stop: int, count: int) -> int:
         begin.append(start)
@@ -52,30 +52,30 @@ def memory_use(drawing: Drawing) -> MemoryUse:
     for i, node in enumerate(drawing.nodes):
         for j in node.inputs:
             item = node.index if node.operator == "operator:getitem" else -1
-            for memories in held[j] if not 0 <= item < len(held[j]) or not drawing.nodes[j].several else held[j][item : item + 1]:
+            for memories in allocs[j] if not 0 <= item < len(allocs[j]) or not drawing.nodes[j].several else allocs[j][item : item + 1]:
                 for m in memories:
                     end[m] = max(end[m], i)
         if node.operator == "placeholder":
-            given += sum(t.bytes for t in node.tensors if t)
-            held.append(tuple((memory(0, last, t.bytes),) if t else () for t in node.tensors))
+            input_bytes += sum(t.bytes for t in node.tensors if t)
+            allocs.append(tuple((memory(0, last, t.bytes),) if t else () for t in node.tensors))
         elif node.operator in ("weight", "constant", "graph", "output"):
-            held.append(((),) * len(node.tensors))
+            allocs.append(((),) * len(node.tensors))
         elif node.operator == "operator:getitem" and node.inputs:
-            source = held[node.inputs[0]]
-            held.append((source[node.index],) if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several else source[:1])
+            source = allocs[node.inputs[0]]
+            allocs.append((source[node.index],) if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several else source[:1])
         elif node.inputs and shares(node):
-            held.append((tuple(m for memories in held[node.inputs[0]] for m in memories),) * len(node.tensors))
+            allocs.append((tuple(m for memories in allocs[node.inputs[0]] for m in memories),) * len(node.tensors))
         else:
-            held.append(tuple((memory(i, i, t.bytes),) if t else () for t in node.tensors))
+            allocs.append(tuple((memory(i, i, t.bytes),) if t else () for t in node.tensors))
     change = [0] * (last + 2)
     for start, stop, count in zip(begin, end, bytes_, strict=True):
         change[start] += count
         change[stop + 1] -= count
-    live, now = [], 0
+    live, total = [], 0
     for difference in change[:-1]:
-        now += difference
-        live.append(now)
-    return MemoryUse(tuple(live), given)
+        total += difference
+        live.append(total)
+    return MemoryUse(tuple(live), input_bytes)
 
 
 def shares(node: Node) -> bool:

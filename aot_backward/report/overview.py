@@ -56,8 +56,8 @@ def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
                 for target, verdict in zip(targets, (program.verdict, *program.verdicts), strict=False):
                     yield f"{name}, {variant_title(number, program)}", target, verdict
         for structure in entry.structures:
-            for number, compiled in enumerate(structure.variants):
-                for target, verdict in zip(targets, (compiled.verdict, *compiled.verdicts), strict=False):
+            for number, spec in enumerate(structure.variants):
+                for target, verdict in zip(targets, (spec.verdict, *spec.verdicts), strict=False):
                     yield f"{name}, structure {structure.fingerprint[:12]}, variant {number}", target, verdict
         for update in entry.updates:
             for target, verdict in zip(targets, (update.verdict, *update.verdicts), strict=False):
@@ -68,18 +68,18 @@ def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
 
 
 def _verdicts(archive: Archive) -> Html:
-    compared = list(_all_verdicts(archive))
-    missing = [(what, target, v) for what, target, v in compared if v.status != "verified"]
-    if not compared:
+    comparisons = list(_all_verdicts(archive))
+    missing = [(subject, target, v) for subject, target, v in comparisons if v.status != "verified"]
+    if not comparisons:
         return element("p", "Nothing in the package was compared with eager.", class_="verdict open")
     if missing:
-        what, target, verdict = missing[0]
-        open_ = f"{len(missing)} of {counted(len(compared), 'comparison')} with eager missing: {what} for {target.label}: {verdict.status}"
+        subject, target, verdict = missing[0]
+        open_ = f"{len(missing)} of {counted(len(comparisons), 'comparison')} with eager missing: {subject} for {target.label}: {verdict.status}"
         return element("p", open_, class_="verdict open")
-    _, _, worst = max(compared, key=lambda j: j[2].error)
-    said = element("strong", "Verified against eager PyTorch")
+    _, _, worst = max(comparisons, key=lambda j: j[2].error)
+    headline = element("strong", "Verified against eager PyTorch")
     tail = f"; the worst tensor, {worst.worst}, is at {worst.error:.1%} of its tolerance" if worst.worst else ""
-    return element("p", said, f": {counted(len(compared), 'comparison')}{tail}.", class_="verdict good")
+    return element("p", headline, f": {counted(len(comparisons), 'comparison')}{tail}.", class_="verdict good")
 
 
 def _targets(archive: Archive) -> Html:
@@ -87,7 +87,7 @@ def _targets(archive: Archive) -> Html:
     rows: list[list[Child]] = []
     for number, target in enumerate(targets_of(manifest)):
         size = sum(members[spec.every_build[number].member].size for spec in manifest.libraries.values())
-        where = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
+        hardware = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
         flags = " ".join(target.cpu_flags) or "none beyond that"
-        rows.append([element("span", target.label, class_="whole"), element("span", where, class_="whole"), flags, bytes_shown(size)])
+        rows.append([element("span", target.label, class_="whole"), element("span", hardware, class_="whole"), flags, bytes_shown(size)])
     return table(("Target", "Machine", "Required processor flags", "Native code"), rows, numbers=(3,))

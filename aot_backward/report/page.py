@@ -28,8 +28,8 @@ _CHARTS_SHOWN = 4  # charts that are shown before the rest is folded away
 
 
 def page(archive: Archive) -> str:
-    drawn = drawings(archive)
-    seen = views(archive.manifest, drawn)
+    graph_drawings = drawings(archive)
+    all_views = views(archive.manifest, graph_drawings)
     style, script = (Path(__file__).with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
     head = [
@@ -41,19 +41,19 @@ def page(archive: Archive) -> str:
         element("title", f"{archive.path.name}, a package of aot-backward"),
         raw("style", style),
     ]
-    named = [("package", "Package"), ("entries", "Entries"), ("bytes", "Bytes"), ("kernels", "Kernels"), ("memory", "Memory"), ("graph", "Graph")]
+    sections = [("package", "Package"), ("entries", "Entries"), ("bytes", "Bytes"), ("kernels", "Kernels"), ("memory", "Memory"), ("graph", "Graph")]
     body = [
-        element("header", element("h1", archive.path.name), element("nav", [element("a", t, href=f"#{n}") for n, t in named])),
+        element("header", element("h1", archive.path.name), element("nav", [element("a", t, href=f"#{n}") for n, t in sections])),
         element(
             "main",
-            package(archive, drawn),
+            package(archive, graph_drawings),
             entries(archive),
             bytes_section(archive),
-            kernels(archive, drawn),
-            _memory(seen),
-            _graph(seen),
+            kernels(archive, graph_drawings),
+            _memory(all_views),
+            _graph(all_views),
         ),
-        _data(seen, drawn),
+        _data(all_views, graph_drawings),
         raw("script", script),
     ]
     text = f"<!DOCTYPE html>\n{element('html', element('head', head), element('body', body), lang='en')}\n"
@@ -64,25 +64,25 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _memory(seen: list[View]) -> Html:
-    if not seen:
+def _memory(all_views: list[View]) -> Html:
+    if not all_views:
         return section("memory", "Memory", element("p", "Known only if the package holds its graphs as data.", class_="quiet"))
-    said = (
+    summary = (
         "Bytes of the graph's values in the order of its nodes, at the example's sizes. A value counts from the node that computes it to its last "
         "use; inputs and results count to the end. Views and weights do not count. This is the graph before fusion: the compiler does not store "
         "fused values, so this is an upper bound as long as it keeps the order. Memory that operators use internally does not count."
     )
-    charts = [chart(view, n) for n, view in enumerate(seen)]
-    folded = charts[_CHARTS_SHOWN:]
-    more = element("details", element("summary", f"{len(folded)} more"), folded) if folded else None
-    return section("memory", "Memory", element("p", said, class_="quiet"), charts[:_CHARTS_SHOWN], more)
+    charts = [chart(view, n) for n, view in enumerate(all_views)]
+    rest = charts[_CHARTS_SHOWN:]
+    more = element("details", element("summary", f"{len(rest)} more"), rest) if rest else None
+    return section("memory", "Memory", element("p", summary, class_="quiet"), charts[:_CHARTS_SHOWN], more)
 
 
-def _graph(seen: list[View]) -> Html:
-    if not seen:
-        said = "The package holds no graph as data: it was exported with --no-portable, by an older version, or a note above says why."
-        return section("graph", "Graph", element("p", said, class_="quiet"))
-    options = [element("option", f"{v.title}: {v.in_words}", value=n) for n, v in enumerate(seen)]
+def _graph(all_views: list[View]) -> Html:
+    if not all_views:
+        summary = "The package holds no graph as data: it was exported with --no-portable, by an older version, or a note above says why."
+        return section("graph", "Graph", element("p", summary, class_="quiet"))
+    options = [element("option", f"{v.title}: {v.in_words}", value=n) for n, v in enumerate(all_views)]
     bar = element(
         "div",
         element("label", "Show ", element("select", options, id="view")),
@@ -123,17 +123,17 @@ def _graph(seen: list[View]) -> Html:
         id="board",
     )
     hint = "Choose a line or a submodule to see its nodes, forward and backward; choose a node to see its inputs, its users and its line."
-    absent = element("noscript", element("p", "The graph is drawn by a script, which this browser does not run."))
-    return section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), absent, bar, board)
+    fallback = element("noscript", element("p", "The graph is drawn by a script, which this browser does not run."))
+    return section("graph", "Graph", element("p", hint, class_="quiet", id="hint"), fallback, bar, board)
 
 
-def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:
+def _data(all_views: list[View], graph_drawings: dict[str, Drawing]) -> list[Html]:
     """Return the data for the script. Repeated strings are in one list, source lines in another, each graph in a separate element."""
     strings: dict[str, int] = {}
     lines: dict[tuple[Any, ...], int] = {}
-    shown = {c.drawing.library: c for v in seen for c in v.columns}
-    numbers = {library: n for n, library in enumerate(shown)}
-    graphs = [data(f"graph-{numbers[library]}", _graph_data(column, strings, lines)) for library, column in shown.items()]
+    columns = {c.drawing.library: c for v in all_views for c in v.columns}
+    numbers = {library: n for n, library in enumerate(columns)}
+    graphs = [data(f"graph-{numbers[library]}", _graph_data(column, strings, lines)) for library, column in columns.items()]
     described = {
         "strings": list(strings),
         "lines": list(lines),
@@ -145,14 +145,14 @@ def _data(seen: list[View], drawn: dict[str, Drawing]) -> list[Html]:
                         "role": c.role,
                         "graph": numbers[c.drawing.library],
                         "library": c.drawing.library,
-                        "given": {n: clean(what) for n, what in c.given.items()},
-                        "gives": {n: list(map(clean, what)) for n, what in c.gives.items()},
+                        "given": {n: clean(label) for n, label in c.given.items()},
+                        "gives": {n: list(map(clean, labels)) for n, labels in c.gives.items()},
                     }
                     for c in v.columns
                 ],
                 "links": v.links,
             }
-            for v in seen
+            for v in all_views
         ],
     }
     return [*graphs, data("views", described)]

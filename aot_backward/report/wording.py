@@ -26,9 +26,9 @@ def size_in_words(count: int) -> str:
     return f"{count / 1000**power:,.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return ``3 nodes`` or ``1 node``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class Words:
@@ -88,15 +88,15 @@ class Words:
         """Return label, allowed sizes and place of each dynamic dimension: ``("batch", "2 to 64, a multiple of 4", …)``."""
         out = []
         for s in self.symbols:
-            said = _between(s.minimum, s.maximum)
-            said += "".join(f", a multiple of {k}" for name, k in map(_multiple, self.guards) if name == s.name)
-            where = self.place(s)
+            bounds = _between(s.minimum, s.maximum)
+            bounds += "".join(f", a multiple of {k}" for name, k in map(_multiple, self.guards) if name == s.name)
+            place = self.place(s)
             if (s.scale, s.offset) != (1, 0):
                 scaled = s.label if s.scale == 1 else f"{s.scale} × {s.label}"
                 top = None if s.maximum is None else s.scale * s.maximum + s.offset
                 offset = f" {'+' if s.offset > 0 else '−'} {abs(s.offset)}" if s.offset else ""
-                where += f" is {scaled}{offset}: {_between(s.scale * s.minimum + s.offset, top)}"
-            out.append((s.label, said, where))
+                place += f" is {scaled}{offset}: {_between(s.scale * s.minimum + s.offset, top)}"
+            out.append((s.label, bounds, place))
         return out
 
     def conditions(self) -> list[str]:
@@ -118,17 +118,17 @@ class Words:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
             return f"⌊{self._words(node.left, True)} ÷ {self._words(node.right, True)}⌋"
         if isinstance(node, ast.BinOp):
-            said = f"{self._words(node.left, True)} {_JOINED[type(node.op)]} {self._words(node.right, True)}"
-            return f"({said})" if inside else said
+            text = f"{self._words(node.left, True)} {_JOINED[type(node.op)]} {self._words(node.right, True)}"
+            return f"({text})" if inside else text
         if isinstance(node, ast.UnaryOp):
             return f"−{self._words(node.operand, True)}" if isinstance(node.op, ast.USub) else f"not ({self._words(node.operand)})"
         if isinstance(node, ast.Call):
-            which = "larger" if isinstance(node.func, ast.Name) and node.func.id == "max" else "smaller"
-            said = " and ".join(self._words(a, True) for a in node.args)
-            return f"the {which} of {said}" if len(node.args) == 2 else f"the {which.replace('er', 'est')} of {said}"
+            adjective = "larger" if isinstance(node.func, ast.Name) and node.func.id == "max" else "smaller"
+            text = " and ".join(self._words(a, True) for a in node.args)
+            return f"the {adjective} of {text}" if len(node.args) == 2 else f"the {adjective.replace('er', 'est')} of {text}"
         if isinstance(node, ast.BoolOp):
-            said = (" and " if isinstance(node.op, ast.And) else " or ").join(self._words(v, True) for v in node.values)
-            return f"({said})" if inside else said
+            text = (" and " if isinstance(node.op, ast.And) else " or ").join(self._words(v, True) for v in node.values)
+            return f"({text})" if inside else text
         if isinstance(node, ast.Compare):
             out, left = [], node.left
             for op, right in zip(node.ops, node.comparators, strict=True):
@@ -151,8 +151,8 @@ def _between(low: int, high: int | None) -> str:
 
 def _multiple(guard: str) -> tuple[str, int]:
     """Return symbol and number if ``guard`` requires the symbol to be a multiple of the number; otherwise an empty symbol."""
-    found = re.fullmatch(r"\(*([A-Za-z_]\w*) ?% ?([0-9]{1,18})\)* ?== ?0\)?", guard)
-    return (found[1], int(found[2])) if found else ("", 0)
+    match = re.fullmatch(r"\(*([A-Za-z_]\w*) ?% ?([0-9]{1,18})\)* ?== ?0\)?", guard)
+    return (match[1], int(match[2])) if match else ("", 0)
 
 
 def ambient_in_words(ambient: Ambient) -> list[str]:
@@ -189,11 +189,11 @@ def speed_in_words(speed: Speed) -> Iterator[str]:
     """Yield ``at batch=16: eager 345.8 µs, default 290.1 µs (shipped, 0.84 of eager's time)`` for each timed size; its slow parts if it was slower;
     then the processor and target."""
     for number, (label, ratio) in enumerate(zip(speed.sizes, speed.ratios, strict=True)):
-        said = []
+        parts = []
         for timing in speed.timings:
             shipped = f"{'shipped, ' if len(speed.timings) > 2 else ''}{ratio:.2f} of eager's time" if timing.name == speed.chosen else ""
-            said.append(f"{timing.name} {timing.microseconds[number]:,.1f} µs{shipped and f' ({shipped})'}")
-        yield f"{f'at {label}: ' if label else ''}{', '.join(said)}"
+            parts.append(f"{timing.name} {timing.microseconds[number]:,.1f} µs{shipped and f' ({shipped})'}")
+        yield f"{f'at {label}: ' if label else ''}{', '.join(parts)}"
     if speed.slow:
         yield f"slow parts: {'; '.join(speed.slow)}"
     yield _measured_on(speed)

@@ -39,11 +39,11 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 def shapes_known() -> Iterator[None]:
     """Register shape functions for these operators, so that fake tensors can pass through them."""
     with exclusive():
-        known = set(torch_api._dispatch_get_registrations_for_dispatch_key("Meta"))
+        registrations = set(torch_api._dispatch_get_registrations_for_dispatch_key("Meta"))
         library = torch.library.Library("aten", "IMPL", "Meta")
         try:
             for name, shapes in _SHAPES.items():
-                if f"aten::{name}" not in known:
+                if f"aten::{name}" not in registrations:
                     library.impl(name, shapes)
             yield
         finally:

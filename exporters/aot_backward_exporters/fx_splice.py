@@ -22,21 +22,21 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
     and the value of each new node. Call it within the operands' fake mode, as in retargeting. If ``function`` calls control flow, its bodies become
     submodules, marked as :data:`SPLICED`."""
     with torch.no_grad(), torch_api.enable_python_dispatcher():
-        traced = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
-    traced.graph.eliminate_dead_code()
-    found: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
-    made: dict[Node, Any] = {}
-    for node in traced.graph.nodes:
+        traced_module = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
+    traced_module.graph.eliminate_dead_code()
+    node_map: dict[Node, Node] = dict(zip(traced_module.graph.find_nodes(op="placeholder"), operands, strict=True))
+    new_values: dict[Node, Any] = {}
+    for node in traced_module.graph.nodes:
         if node.op == "output":
-            return [found[result] for result in node.args[0]], made
+            return [node_map[result] for result in node.args[0]], new_values
         if node.op == "get_attr":
             with place.graph.inserting_before(place):
-                found[node] = place.graph.get_attr(_added(place.graph.owning_module, getattr(traced, node.target)))
+                node_map[node] = place.graph.get_attr(_added(place.graph.owning_module, getattr(traced_module, node.target)))
         if node.op == "call_function":
             with place.graph.inserting_before(place):
-                found[node] = place.graph.node_copy(node, found.__getitem__)
-            found[node].meta = {**place.meta, "val": node.meta["val"]}
-            made[found[node]] = node.meta["val"]
+                node_map[node] = place.graph.node_copy(node, node_map.__getitem__)
+            node_map[node].meta = {**place.meta, "val": node.meta["val"]}
+            new_values[node_map[node]] = node.meta["val"]
     raise AssertionError("a graph ends with its output")
 
 
@@ -51,12 +51,12 @@ def _added(module: Any, branch: GraphModule) -> str:
 def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. ``like`` must be dense; otherwise the result's
     strides differ."""
-    known = torch_api.statically_known_true
-    if all(known(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):
+    is_true = torch_api.statically_known_true
+    if all(is_true(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):
         return tensor
     order = sorted(range(like.dim()), key=lambda d: (-hint(like.stride(d)), -hint(like.shape[d])))
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    inverse_order = sorted(range(like.dim()), key=order.__getitem__)
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse_order)
 
 
 def hint(size: Any) -> int:

@@ -55,12 +55,12 @@ def patched(owner: Any, /, **values: Any) -> Iterator[None]:
         for name, value in values.items():
             if not hasattr(owner, name):
                 raise AttributeError(f"{owner!r} has no attribute {name!r} that could be replaced (torch {torch.__version__})")
-            before = vars(owner).get(name, _ABSENT)  # keeps a staticmethod; getattr would return the function that it wraps
+            old_value = vars(owner).get(name, _ABSENT)  # keeps a staticmethod; getattr would return the function that it wraps
             setattr(owner, name, value)
-            if before is _ABSENT:
+            if old_value is _ABSENT:
                 stack.callback(delattr, owner, name)
             else:
-                stack.callback(setattr, owner, name, before)
+                stack.callback(setattr, owner, name, old_value)
         yield
 
 
@@ -69,12 +69,12 @@ def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterat
     """Set the entries ``values`` in ``mapping`` (``os.environ``, a module's globals) and restore them at exit."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
-            before = mapping.get(name, _ABSENT)
+            old_value = mapping.get(name, _ABSENT)
             mapping[name] = value
-            if before is _ABSENT:
+            if old_value is _ABSENT:
                 stack.callback(mapping.pop, name)
             else:
-                stack.callback(mapping.__setitem__, name, before)
+                stack.callback(mapping.__setitem__, name, old_value)
         yield
 
 
@@ -97,8 +97,8 @@ def sizes_of_one_open() -> Iterator[None]:
         return bool(original(self, file, line))
 
     def has_overlap(tensor: torch.Tensor) -> int:
-        symbolic = next((s for s in (*tensor.shape, *tensor.stride()) if isinstance(s, torch.SymInt)), None)
-        with contextlib.nullcontext() if symbolic is None else torch_api.unguarded(symbolic.node):
+        size = next((s for s in (*tensor.shape, *tensor.stride()) if isinstance(s, torch.SymInt)), None)
+        with contextlib.nullcontext() if size is None else torch_api.unguarded(size.node):
             return int(overlap(tensor))
 
     with (
@@ -118,8 +118,8 @@ def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
         return False
     if kind in ("Equality", "Unequality"):
         number, size = sorted(expression.args, key=lambda side: not side.is_Integer)
-        running = torch_api.backward_that_runs()
-        if number == 1 and not (running and running[0].startswith("Squeeze")):
+        backward = torch_api.backward_that_runs()
+        if number == 1 and not (backward and backward[0].startswith("Squeeze")):
             return kind == "Unequality"
         if number.is_Integer and number > 1 and (size / number).is_Symbol and hint == (kind == "Unequality"):
             return bool(hint)
@@ -162,15 +162,15 @@ def without_crashes() -> Iterator[list[str]]:
     each tested with every combination of gradients, only this one crashed. Yields a list that receives the operator's name for each avoided crash.
     Other calls take 8 µs longer."""
     kernel: Any = torch.library.get_kernel(f"aten::{_GROUP_NORM}", "CPU")
-    avoided: list[str] = []
+    crashes: list[str] = []
 
     def group_norm_backward(keys: Any, *args: Any) -> Any:
-        *others, wanted = args
-        values = others[1]  # after grad_output
-        if not wanted[0] and not values.is_contiguous():
-            avoided.append(_GROUP_NORM)
-            wanted = [True, *wanted[1:]]
-        return kernel.call_boxed(keys, *others, wanted)
+        *inputs, output_mask = args
+        values = inputs[1]  # after grad_output
+        if not output_mask[0] and not values.is_contiguous():
+            crashes.append(_GROUP_NORM)
+            output_mask = [True, *output_mask[1:]]
+        return kernel.call_boxed(keys, *inputs, output_mask)
 
     with exclusive():
         library = torch.library.Library("aten", "IMPL")
@@ -178,6 +178,6 @@ def without_crashes() -> Iterator[list[str]]:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")  # the warning that a kernel is replaced
                 library.impl(_GROUP_NORM, group_norm_backward, "CPU", with_keyset=True, allow_override=True)
-            yield avoided
+            yield crashes
         finally:
             library._destroy()

@@ -40,14 +40,14 @@ _UNRELATED = frozenset({aten.native_dropout, aten.rand_like, aten.randn_like})
 def mark_rounded(graph: GraphModule) -> None:
     """Mark the 16-bit values of ``graph`` that a selection depends on, and values that the program casts to 16 bits and back, which is how a program
     rounds: compiled code rounds them as eager does."""
-    waiting = [node for node in graph.graph.nodes if _selects(node)]
-    before = set(waiting)
-    while waiting:
-        inputs = [n for n in waiting.pop().all_input_nodes if n not in before]
-        before.update(inputs)
-        waiting += inputs
+    stack = [node for node in graph.graph.nodes if _selects(node)]
+    ancestors = set(stack)
+    while stack:
+        inputs = [n for n in stack.pop().all_input_nodes if n not in ancestors]
+        ancestors.update(inputs)
+        stack += inputs
     for node in graph.graph.nodes:
-        if is_in_16_bits(node) and (node in before or (_casts(node) and any(_casts(user) for user in node.users))):
+        if is_in_16_bits(node) and (node in ancestors or (_casts(node) and any(_casts(user) for user in node.users))):
             node.meta[ROUNDED] = True
     for _, child in graph.named_children():
         if isinstance(child, GraphModule):
@@ -98,19 +98,19 @@ def rounding_as_kernels(table: dict[Any, Decomposition]) -> dict[Any, Decomposit
     for operator, by_dtype in _OWN.items():
         out[operator] = _chosen_by_dtype(by_dtype, table.get(operator))
     for operator in _IN_FLOAT32:
-        wide = _in_float32(table[operator])
-        out[operator] = _chosen_by_dtype(dict.fromkeys(DTYPES, wide), table[operator])
+        decomposition = _in_float32(table[operator])
+        out[operator] = _chosen_by_dtype(dict.fromkeys(DTYPES, decomposition), table[operator])
     return out
 
 
-def _chosen_by_dtype(own: dict[torch.dtype, Decomposition], otherwise: Decomposition | None) -> Decomposition:
+def _chosen_by_dtype(by_dtype: dict[torch.dtype, Decomposition], fallback: Decomposition | None) -> Decomposition:
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         dtypes = {a.dtype for a in args if isinstance(a, torch.Tensor)}
-        if len(dtypes) == 1 and (chosen := own.get(next(iter(dtypes)))) is not None:
-            made = chosen(*args, **kwargs)
-            if made is not NotImplemented:
-                return made
-        return NotImplemented if otherwise is None else otherwise(*args, **kwargs)
+        if len(dtypes) == 1 and (function := by_dtype.get(next(iter(dtypes)))) is not None:
+            result = function(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return NotImplemented if fallback is None else fallback(*args, **kwargs)
 
     return decomposition
 
@@ -149,10 +149,10 @@ def _soft_margin_loss_backward(grad_output: torch.Tensor, x: torch.Tensor, targe
 
 
 def _logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
-    largest = x.amax(dim, keepdim=True)
-    largest = torch.where(largest.abs() == float("inf"), 0, largest)
-    total = (x - largest).exp().sum(dim, keepdim=keepdim)
-    return total.log() + (largest if keepdim else largest.squeeze(dim))
+    maximum = x.amax(dim, keepdim=True)
+    maximum = torch.where(maximum.abs() == float("inf"), 0, maximum)
+    total = (x - maximum).exp().sum(dim, keepdim=keepdim)
+    return total.log() + (maximum if keepdim else maximum.squeeze(dim))
 
 
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
@@ -232,7 +232,7 @@ _BOTH: dict[Any, Decomposition] = {
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.threshold_backward.default: _threshold_backward,
 }
-_OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTYPES, own) for operator, own in _BOTH.items()} | {
+_OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTYPES, decomposition) for operator, decomposition in _BOTH.items()} | {
     aten.huber_loss.default: {torch.bfloat16: _huber_loss},
     aten.pow.Tensor_Scalar: {torch.bfloat16: _pow},
     aten.smooth_l1_loss.default: {torch.float16: _smooth_l1_loss},

@@ -211,10 +211,10 @@ def module_of_custom_op(operator: str) -> str:
 
 def places_of_operator(operator: str, overload: str) -> list[str]:
     """Return the known files that defined the operator and that registered its fake implementation."""
-    written = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
-    fake = __getattr__("fake_registry")._data.get(f"{operator}.{overload}" if overload else operator)
-    kernel = fake.fake_impl.kernel if fake is not None else None
-    sources = [written.partition(" at ")[2], *([kernel.source] if kernel is not None else [])]
+    registration = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
+    fake_entry = __getattr__("fake_registry")._data.get(f"{operator}.{overload}" if overload else operator)
+    kernel = fake_entry.fake_impl.kernel if fake_entry is not None else None
+    sources = [registration.partition(" at ")[2], *([kernel.source] if kernel is not None else [])]
     return [source.rpartition(":")[0] for source in sources if source]
 
 
@@ -223,11 +223,11 @@ def _quiet_search_for_cuda() -> Iterator[None]:
     """Silence ``torch.utils.cpp_extension`` while it is imported: on a machine with CUDA's compiler but without a GPU it logs a warning to stderr,
     which may carry one of our reports (``record --json``)."""
     logger = logging.getLogger("torch.utils.cpp_extension")
-    before, logger.disabled = logger.disabled, True
+    was_disabled, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = was_disabled
 
 
 def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
@@ -283,7 +283,7 @@ def __getattr__(name: str) -> Any:
         if module.startswith("torch._inductor"):
             with contextlib.suppress(ImportError):  # it needs setuptools
                 importlib.import_module("torch.utils.cpp_extension")  # lowering imports it
-        loaded = importlib.import_module(module)
-    value = loaded if name in _MODULES else getattr(loaded, _RENAMED.get(name, name))
+        owner = importlib.import_module(module)
+    value = owner if name in _MODULES else getattr(owner, _RENAMED.get(name, name))
     globals()[name] = value
     return value

@@ -31,21 +31,23 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
     ``target``: the requested one. ``device``: the requested device; by default the current device of the package's kind. If PyTorch is limited to
     fewer features than the processor's (``ATEN_CPU_CAPABILITY``), the choice is too, if a target is left. Raises :class:`IncompatibleError`, which
     lists the targets and the missing features."""
-    there = targets_of(manifest)
-    if target == "cpu" and "cpu:avx2" in (t.label for t in there):
+    targets = targets_of(manifest)
+    if target == "cpu" and "cpu:avx2" in (t.label for t in targets):
         target = "cpu:avx2"  # as in an export
-    if target is not None and target not in (names := [t.label for t in there]):
+    if target is not None and target not in (names := [t.label for t in targets]):
         raise IncompatibleError(f"the package has no target {target!r}; it has: {', '.join(names)}")
-    wanted = [n for n, t in enumerate(there) if target in (None, t.label)]
+    candidates = [n for n, t in enumerate(targets) if target in (None, t.label)]
     if not manifest.libraries:
-        return wanted[0]
-    problems = {n: _problems(seen_as(manifest, n), device) for n in wanted}
-    fitting = [n for n in wanted if not problems[n]]
-    if not fitting:
-        raise IncompatibleError(f"the package cannot run here: {_worded({there[n].label: problems[n] for n in wanted})}. {_advice(manifest, path)}")
+        return candidates[0]
+    problems = {n: _problems(seen_as(manifest, n), device) for n in candidates}
+    compatible = [n for n in candidates if not problems[n]]
+    if not compatible:
+        raise IncompatibleError(
+            f"the package cannot run here: {_worded({targets[n].label: problems[n] for n in candidates})}. {_advice(manifest, path)}"
+        )
     allowed = _allowed_flags()
-    kept = [n for n in fitting if allowed.issuperset(there[n].cpu_flags)] or [min(fitting, key=lambda n: len(there[n].cpu_flags))]
-    return max(kept, key=lambda n: (len(there[n].cpu_flags), _number(there[n].cuda_arch)))
+    preferred = [n for n in compatible if allowed.issuperset(targets[n].cpu_flags)] or [min(compatible, key=lambda n: len(targets[n].cpu_flags))]
+    return max(preferred, key=lambda n: (len(targets[n].cpu_flags), _number(targets[n].cuda_arch)))
 
 
 def why_incompatible(manifest: Manifest, number: int) -> str:
@@ -61,10 +63,10 @@ def check_target(manifest: Manifest, device: torch.device | None = None) -> None
 def _worded(problems: dict[str, list[str]]) -> str:
     if len(problems) == 1:
         return "; ".join(*problems.values())
-    common = [p for p in next(iter(problems.values())) if all(p in found for found in problems.values())]
+    common = [p for p in next(iter(problems.values())) if all(p in reasons for reasons in problems.values())]
     if common:  # the processor is not the reason
         return "; ".join(common)
-    return f"it has {len(problems)} targets, and none fits: " + "; ".join(f"{name}: {', '.join(found)}" for name, found in problems.items())
+    return f"it has {len(problems)} targets, and none fits: " + "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in problems.items())
 
 
 def _advice(manifest: Manifest, path: object) -> str:
@@ -88,20 +90,20 @@ def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
     if system != "linux x86_64" or target.machine != "x86_64":
         return [f"it was built for linux {target.machine}, this is {system}; only linux x86_64 is supported"]
     out = []
-    built, here = _minor(manifest.torch), _minor(torch.__version__)
-    if built != here and (built, here) not in TESTED_PAIRS:
+    built_version, own_version = _minor(manifest.torch), _minor(torch.__version__)
+    if built_version != own_version and (built_version, own_version) not in TESTED_PAIRS:
         out.append(f"it was built with torch {manifest.torch}, this is torch {torch.__version__}")
     missing = [flag for flag in target.cpu_flags if flag not in cpu_flags()]
     if missing:
         built_for = f"it was built for {target.march or 'a processor'}"
         out.append(f"{built_for} and needs the CPU flags {' '.join(missing)}, which this processor lacks")
-    for what, asked, found in (
+    for library, versions, local_version in (
         ("glibc", [spec.glibc for spec in manifest.libraries.values()], glibc),
         ("GLIBCXX of libstdc++", [spec.glibcxx for spec in manifest.libraries.values()], glibcxx),
     ):
-        highest = max((v for v in asked if v), key=numeric, default="")
-        if highest and numeric(highest) > numeric(found()):
-            out.append(f"it needs {what} {highest}, this machine has {found()}")
+        highest = max((v for v in versions if v), key=numeric, default="")
+        if highest and numeric(highest) > numeric(local_version()):
+            out.append(f"it needs {library} {highest}, this machine has {local_version()}")
     if device is not None and device.type != target.device:
         out.append(f"it was built for {target.device}, but {device} was asked for")
     elif target.device == "cuda":

@@ -158,7 +158,7 @@ class Package:
     def _entry(self, name: str, spec: EntrySpec) -> tuple[Entry, set[str]]:
         """Return the entry, and the keys of its state's weights."""
         manifest = self.manifest
-        variants = [v for one in spec.variants for v in one.orders]
+        variants = [v for variant in spec.variants for v in variant.orders]
         plans = [getattr(v, role) for v in variants for role in ROLES] + [spec.step.update if spec.step else None]
         used = {p.call.library for p in plans if p is not None and p.call}
         libraries = self._open(used)
@@ -178,15 +178,15 @@ class Package:
         return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors, not others.isdisjoint(own))
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
-        made = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}
-        return made if self._graphs is None else {n: GraphedLibrary(library, self._graphs) for n, library in made.items()}
+        libraries = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}
+        return libraries if self._graphs is None else {n: GraphedLibrary(library, self._graphs) for n, library in libraries.items()}
 
 
-def device_of(manifest: Manifest, asked: torch.device | None = None) -> torch.device:
-    """Return the device that the package's code runs on: ``asked``, or the current one of its kind."""
+def device_of(manifest: Manifest, device: torch.device | None = None) -> torch.device:
+    """Return the device that the package's code runs on: ``device``, or the current one of its kind."""
     if manifest.target.device == "cpu":
         return torch.device("cpu")
-    index = asked.index if asked is not None else None
+    index = device.index if device is not None else None
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
@@ -243,22 +243,24 @@ def load(
         >>> loss.backward()
     """
     archive = open_package(Path(path), admit=admission(signature, key))
-    asked = _device(device)
-    archive.choose(choose(archive.manifest, target, asked, path))
+    requested_device = _device(device)
+    archive.choose(choose(archive.manifest, target, requested_device, path))
     manifest = archive.manifest
     import_modules(imports)
     check_registered(manifest, path)
-    where = device_of(manifest, asked)
-    if cudagraphs and where.type != "cuda":
+    run_device = device_of(manifest, requested_device)
+    if cudagraphs and run_device.type != "cuda":
         raise InputError(f"cudagraphs=True is for packages for a GPU; the target of {path} that runs here is {manifest.target.label}")
-    tensors = {name: tensor.to(where) for name, tensor in all_weights(archive, path, weights, mmap).items()}
+    tensors = {name: tensor.to(run_device) for name, tensor in all_weights(archive, path, weights, mmap).items()}
     verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
     verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
     verdicts += [(n, u.verdict) for n, e in manifest.entries.items() for u in e.in_place]
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
-    return Package(archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types}, where, Graphs(Gpu(where)) if cudagraphs else None)
+    return Package(
+        archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types}, run_device, Graphs(Gpu(run_device)) if cudagraphs else None
+    )
 
 
 def _device(device: str | torch.device | None) -> torch.device | None:
@@ -271,11 +273,11 @@ def _device(device: str | torch.device | None) -> torch.device | None:
 def _other_entries(path: str, entries: Mapping[str, str], kind: str, name: str | None, names: Sequence[str]) -> str:
     """Return an error message: the ``entries`` (kinds by name) that exist instead of the requested ``kind``, and how to get them. ``names``:
     entries of that kind."""
-    wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
-    has = [f"{k} {n!r}" for n, k in entries.items()]
-    others = f" and {len(has) - _ENTRIES_SHOWN} others" if len(has) > _ENTRIES_SHOWN else ""
+    expected = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+    got = [f"{k} {n!r}" for n, k in entries.items()]
+    others = f" and {len(got) - _ENTRIES_SHOWN} others" if len(got) > _ENTRIES_SHOWN else ""
     ways = [_WAYS[k].format(name=n) for n, k in entries.items() if n in (name, *names) or not names][:_ENTRIES_SHOWN]
-    return f"{path}: expected {wanted}, got {', '.join(has[:_ENTRIES_SHOWN]) or 'none'}{others}. {f'Call {_or(ways)}.' if ways else 'Export one.'}"
+    return f"{path}: expected {expected}, got {', '.join(got[:_ENTRIES_SHOWN]) or 'none'}{others}. {f'Call {_or(ways)}.' if ways else 'Export one.'}"
 
 
 def _or(words: Sequence[str]) -> str:

@@ -44,12 +44,12 @@ def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = F
     recorded = {s.library for e in manifest.entries.values() for t in e.structures for v in t.variants for s in v.segments if s.library}
     if recorded_too:
         recorded = set()
-    called = [o for name, spec in manifest.libraries.items() if name not in recorded for o in spec.operators]
+    operators = [o for name, spec in manifest.libraries.items() if name not in recorded for o in spec.operators]
     for operator in (*manifest.operators, *(o for spec in manifest.libraries.values() for o in spec.operators)):
         spec = manifest.operators.get(operator, OperatorSpec())
         if not _OPERATOR.fullmatch(operator) or not _MODULE.fullmatch(spec.module) or not spec.file.isprintable():
             raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is not an operator")
-    if missing := unregistered(called):
+    if missing := unregistered(operators):
         raise IncompatibleError(f"{path} {describe_missing_operators(missing, manifest.operators)}")
 
 
@@ -67,20 +67,20 @@ def describe_missing_operators(missing: Iterable[str], specs: Mapping[str, Opera
 
 
 def _source(spec: OperatorSpec) -> str:
-    how = "imports=[{0!r}] of load() and replay(), --import {0} on the command line"
+    usage = "imports=[{0!r}] of load() and replay(), --import {0} on the command line"
     if spec.module == "__main__":
         return (
             f"registered by a script{spec.file and f', {spec.file},'} that cannot be imported by name: move the operator to its own module, and "
-            f"import the module first, or name it in {how.format('MODULE')}"
+            f"import the module first, or name it in {usage.format('MODULE')}"
         )
     if spec.module and spec.module in sys.modules:
         return f"registered at export by the Python module {spec.module!r}; the module imported here does not register it: is it another version?"
     if spec.module:
         return (
-            f"registered by the Python module {spec.module!r}, which is not imported here: import it first, or name it in {how.format(spec.module)}"
+            f"registered by the Python module {spec.module!r}, which is not imported here: import it first, or name it in {usage.format(spec.module)}"
         )
     if spec.file:
-        who, what = f"registered by the compiled extension {spec.file}, which is not loaded here", f"torch.ops.load_library('…/{spec.file}')"
+        origin, call = f"registered by the compiled extension {spec.file}, which is not loaded here", f"torch.ops.load_library('…/{spec.file}')"
     else:
-        who, what = "which is not registered here, and the package does not name the module that registers it", "torch.ops.load_library(FILE)"
-    return f"{who}: call {what} first, or name the module that registers it in {how.format('MODULE')}"
+        origin, call = "which is not registered here, and the package does not name the module that registers it", "torch.ops.load_library(FILE)"
+    return f"{origin}: call {call} first, or name the module that registers it in {usage.format('MODULE')}"

@@ -40,34 +40,34 @@ def normalized(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...]
         torch_api._check_dynamic_shapes(bound, by_name)
         return by_name
     except Exception as error:  # torch.export's own checks raise UserError, ValueError, AssertionError, TypeError, RuntimeError
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        cause = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ExportError(
-            f"dynamic_shapes does not fit the example: {first}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
+            f"dynamic_shapes does not fit the example: {cause}. Give sizes by argument, {{'x': {{0: Dim('batch', min=1, max=64)}}}}, and None for an "
             f"argument with fixed sizes. The example has {f'the arguments {list(bound)}' if bound else 'no arguments'}"
         ) from error
 
 
 def _by_name(shapes: Any, signature: inspect.Signature, bound: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {name: signature.parameters[name].kind for name in bound}
-    several = next((n for n, k in kinds.items() if k is inspect.Parameter.VAR_POSITIONAL), None)
+    varargs = next((n for n, k in kinds.items() if k is inspect.Parameter.VAR_POSITIONAL), None)
     keywords = next((n for n, k in kinds.items() if k is inspect.Parameter.VAR_KEYWORD), None)
     names = list(bound)
     if isinstance(shapes, dict):
         if keywords is not None and keywords not in shapes:
-            own = {n: v for n, v in shapes.items() if n in bound[keywords]}
-            return {**{n: v for n, v in shapes.items() if n not in own}, keywords: own}
+            keyword_shapes = {n: v for n, v in shapes.items() if n in bound[keywords]}
+            return {**{n: v for n, v in shapes.items() if n not in keyword_shapes}, keywords: keyword_shapes}
         return shapes
-    given = list(shapes)
-    if several is not None:
-        at, count = names.index(several), len(bound[several])
-        grouped = len(given) == len(names) and _is_group(given[at], count)
-        if not grouped and len(given) == len(names) - 1 + count:
-            given[at : at + count] = [tuple(given[at : at + count])]
-    if len(given) != len(names):
+    elements = list(shapes)
+    if varargs is not None:
+        start, count = names.index(varargs), len(bound[varargs])
+        grouped = len(elements) == len(names) and _is_group(elements[start], count)
+        if not grouped and len(elements) == len(names) - 1 + count:
+            elements[start : start + count] = [tuple(elements[start : start + count])]
+    if len(elements) != len(names):
         raise ValueError(
-            f"it has {len(given)} elements for {len(names)} arguments{f' ({several!r} is a tuple, and counts as one)' if several else ''}"
+            f"it has {len(elements)} elements for {len(names)} arguments{f' ({varargs!r} is a tuple, and counts as one)' if varargs else ''}"
         )
-    return dict(zip(names, given, strict=True))
+    return dict(zip(names, elements, strict=True))
 
 
 def _is_group(shape: Any, count: int) -> bool:
@@ -127,5 +127,5 @@ def with_minimum(shapes: Mapping[str, Any], least: Mapping[str, int]) -> dict[st
 
 def left_fixed(declared_sizes: Sequence[tuple[int, int, Any]], names: Sequence[str], inputs: Sequence[torch.Tensor]) -> list[str]:
     """Return dimension and value of each size that was left to the trace (``Dim.AUTO``) and came out fixed. ``inputs``: the trace's."""
-    fixed = [(i, d) for i, d, size in declared_sizes if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
-    return [f"{names[i]}.shape[{d}] = {inputs[i].shape[d]}" for i, d in fixed]
+    fixed_dims = [(i, d) for i, d, size in declared_sizes if is_hint(size) and expression_of(inputs[i].shape[d]).is_Integer]
+    return [f"{names[i]}.shape[{d}] = {inputs[i].shape[d]}" for i, d in fixed_dims]

@@ -56,40 +56,40 @@ def bounds(size: Any) -> tuple[int, int | None]:
 
 def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> list[Declared]:
     """Collect the declared sizes. Call this before the trace replaces symbols. ``stated``: the result of ``dynamic_shapes.declared``."""
-    found: dict[Any, Declared] = {}
+    declared: dict[Any, Declared] = {}
     for i, d, size in stated:
         value = inputs[i].shape[d]
         if isinstance(value, torch.SymInt) and hasattr(size, "min"):
             place = f"{names[i]}.shape[{d}]"
-            one = found.setdefault(size.__name__ if isinstance(size, Dim) else place, Declared(size, place, value, set()))
-            one.symbols |= value.node.expr.free_symbols
-    return list(found.values())
+            dim = declared.setdefault(size.__name__ if isinstance(size, Dim) else place, Declared(size, place, value, set()))
+            dim.symbols |= value.node.expr.free_symbols
+    return list(declared.values())
 
 
 def refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> Narrowed | None:
     """Explain ``error``, a ``ConstraintViolationError`` of torch, once per size; return None if the guards do not show the cause."""
-    reasons, minimum, whole = list[str](), dict[str, int](), True
-    derived = any(one.named and type(one.size) is not Dim for one in declared)  # such as 2 * Dim("half"): its range follows from another one
-    for n, one in enumerate(declared):
-        found = _narrowing(env, one, declared[n:])
-        if found is None:
+    reasons, minimum, minimum_suffices = list[str](), dict[str, int](), True
+    derived = any(dim.named and type(dim.size) is not Dim for dim in declared)  # such as 2 * Dim("half"): its range follows from another one
+    for n, dim in enumerate(declared):
+        narrowing = _narrowing(env, dim, declared[n:])
+        if narrowing is None:
             continue
-        guard, text, advice, least = found
-        asked = places.get(guard, Asked())
-        if asked.transformed and expression_of(one.value).is_Integer:
+        guard, text, advice, least = narrowing
+        origin = places.get(guard, Asked())
+        if origin.transformed and expression_of(dim.value).is_Integer:
             advice = (
                 "a rule of torch.func reads it as a number: sum over the batch inside torch.func.jacrev or jvp instead of using vmap, or export a "
                 "variant for each size"
             )
-        where = "".join(f", {part}" for part in (asked.where, asked.operator) if part)
-        reasons.append(f"{one.label} is {_range(one)}, and the program{where and f'{where},'} is valid {text}: {advice}")
-        if one.named and least is not None and not derived:
-            minimum[one.size.__name__] = least
+        where = "".join(f", {part}" for part in (origin.where, origin.operator) if part)
+        reasons.append(f"{dim.label} is {_range(dim)}, and the program{where and f'{where},'} is valid {text}: {advice}")
+        if dim.named and least is not None and not derived:
+            minimum[dim.size.__name__] = least
         else:
-            whole = False
+            minimum_suffices = False
     if not reasons:
         return None
-    return Narrowed(". ".join(reasons), minimum if whole else {})
+    return Narrowed(". ".join(reasons), minimum if minimum_suffices else {})
 
 
 def _range(one: Declared) -> str:
@@ -104,25 +104,25 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
     value = expression_of(one.value)
     if value.is_Integer:
         guard = next((g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)), None)
-        way = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
-        return guard, f"only for {value} (guard: {one.place} == {value})", way, None
+        advice = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
+        return guard, f"only for {value} (guard: {one.place} == {value})", advice, None
     names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)
     for other in later:
         if one is not other and one.named and other.named and value.free_symbols & {env.replace(s) for s in other.symbols} and value.is_Symbol:
             guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
-            way = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
-            return (guards or [None])[0], f"only if it is equal to {other.label}", way, None
+            advice = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
+            return (guards or [None])[0], f"only if it is equal to {other.label}", advice, None
     if type(one.size) is not Dim:  # a hint may be narrowed; only torch knows the bounds of 2 * Dim("half")
         return None
-    unmet = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
-    if not unmet:
+    unmet_guards = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
+    if not unmet_guards:
         return None
     low, high = bounds(one.size)
-    least = next((n for n in (1, 2) if n > low and (high is None or n <= high) and all(_holds(g, _from(n, one)) for g in unmet)), None)
-    words = write(unmet[0], names).removeprefix("(").removesuffix(")")
+    least = next((n for n in (1, 2) if n > low and (high is None or n <= high) and all(_holds(g, _from(n, one)) for g in unmet_guards)), None)
+    condition = write(unmet_guards[0], names).removeprefix("(").removesuffix(")")
     if least is not None:
-        return unmet[0], f"only if {words}", f"declare min={least}, and export a variant for a size of {least - 1}", least
-    return unmet[0], f"only if {words}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
+        return unmet_guards[0], f"only if {condition}", f"declare min={least}, and export a variant for a size of {least - 1}", least
+    return unmet_guards[0], f"only if {condition}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
 
 
 def _from(least: int, one: Declared) -> Any:
@@ -130,5 +130,5 @@ def _from(least: int, one: Declared) -> Any:
 
 
 def _holds(guard: Any, allowed: Any) -> bool:
-    known = torch_api.bound_sympy(guard, dict.fromkeys(guard.free_symbols, allowed))
-    return bool(known.is_singleton() and known.lower == True)  # noqa: E712 (a sympy relation, not a bool)
+    result = torch_api.bound_sympy(guard, dict.fromkeys(guard.free_symbols, allowed))
+    return bool(result.is_singleton() and result.lower == True)  # noqa: E712 (a sympy relation, not a bool)

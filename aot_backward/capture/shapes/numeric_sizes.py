@@ -47,8 +47,8 @@ def _zeros(x: Any, y: Any, **_: Any) -> Any:
 def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     if is_zerotensor(x) and is_zerotensor(y):
         return _zeros(x, y)
-    kept = x if is_zerotensor(y) else y * alpha
-    return kept.expand(torch.broadcast_shapes(x.shape, y.shape)).to(torch.result_type(x, y)).clone()
+    addend = x if is_zerotensor(y) else y * alpha
+    return addend.expand(torch.broadcast_shapes(x.shape, y.shape)).to(torch.result_type(x, y)).clone()
 
 
 def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:

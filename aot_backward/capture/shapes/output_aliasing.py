@@ -34,15 +34,15 @@ class Place:
 
 def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, Place]:
     """Return the place of each tensor among ``values``, by index, except those that share a storage with one of ``outside``."""
-    given = {torch_api.storage_key(t) for t in outside if t.layout is torch.strided}
-    found = {}
+    outside_keys = {torch_api.storage_key(t) for t in outside if t.layout is torch.strided}
+    layouts = {}
     for i, value in enumerate(values):
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
             continue
         key = torch_api.storage_key(value)
-        if key not in given:
-            found[i] = Place((key, value.dtype), tuple(value.shape), value.stride(), value.storage_offset())
-    return found
+        if key not in outside_keys:
+            layouts[i] = Place((key, value.dtype), tuple(value.shape), value.stride(), value.storage_offset())
+    return layouts
 
 
 def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Sequence[bool], sizes: Sizes) -> tuple[Shared, ...]:
@@ -54,21 +54,21 @@ def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Se
             groups.setdefault(place.memory, []).append(i)
     out = []
     for group in groups.values():
-        left = sorted(group, key=lambda i: (not requires_grad[i], i))  # a differentiated output cannot be a view of one that is not
-        while len(left) > 1:
-            base = next((i for i in left if _dense(found[i]) and any(_covers(found[i], found[j]) for j in left if j != i)), None)
+        remaining = sorted(group, key=lambda i: (not requires_grad[i], i))  # a differentiated output cannot be a view of one that is not
+        while len(remaining) > 1:
+            base = next((i for i in remaining if _dense(found[i]) and any(_covers(found[i], found[j]) for j in remaining if j != i)), None)
             if base is None:
-                _refuse_overlaps({i: found[i] for i in left})
+                _refuse_overlaps({i: found[i] for i in remaining})
                 break
-            inside = [j for j in left if j != base and _covers(found[base], found[j]) and requires_grad[base] >= requires_grad[j]]
-            if not inside:
+            views = [j for j in remaining if j != base and _covers(found[base], found[j]) and requires_grad[base] >= requires_grad[j]]
+            if not views:
                 break
-            for j in inside:
+            for j in views:
                 offset, *stride = (_written(s, sizes) for s in (found[j].offset - found[base].offset, *found[j].stride))
-                compiled = outputs[j].meta["val"].stride()
-                same = [_written(s, sizes) for s in compiled] == stride
-                out.append(Shared(number[j], number[base], offset, () if same else tuple(stride)))
-            left = [i for i in left if i != base and i not in inside]
+                compiled_stride = outputs[j].meta["val"].stride()
+                same_stride = [_written(s, sizes) for s in compiled_stride] == stride
+                out.append(Shared(number[j], number[base], offset, () if same_stride else tuple(stride)))
+            remaining = [i for i in remaining if i != base and i not in views]
     return tuple(out)
 
 

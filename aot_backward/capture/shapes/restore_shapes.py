@@ -40,13 +40,13 @@ def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints:
     for symbol in symbols:
         hint = hints.get(symbol.name)
         if type(hint) is not int or not symbol.minimum <= hint <= (symbol.maximum if symbol.maximum is not None else hint):
-            allowed = f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
-            raise PackageError(f"the size {symbol.label}: expected a number {allowed}, got {hint!r} in the example")
+            interval = f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
+            raise PackageError(f"the size {symbol.label}: expected a number {interval}, got {hint!r} in the example")
         source = torch_api.ConstantSource(f"stated_{symbol.name}")
-        made = env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2)
-        carried[symbol.name] = env.create_symintnode(made, hint=hint, source=source)
-        names[made] = symbol.name
-        env.constrain_symbol_range(made, compiler_min=symbol.minimum, compiler_max=_most(symbol))
+        expression = env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2)
+        carried[symbol.name] = env.create_symintnode(expression, hint=hint, source=source)
+        names[expression] = symbol.name
+        env.constrain_symbol_range(expression, compiler_min=symbol.minimum, compiler_max=_most(symbol))
     for guard in guards:
         if not evaluate(guard, carried):  # evaluating it adds it
             raise PackageError(f"the guard {guard} does not hold at the example's own sizes")

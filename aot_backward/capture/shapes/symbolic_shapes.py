@@ -88,7 +88,7 @@ class Sizes:
     def of_inputs(cls, shape_env: Any, inputs: Sequence[torch.Tensor], labels: Mapping[tuple[int, int], str]) -> Sizes:
         """Collect the symbols of ``inputs``, the flat fake inputs. ``labels``: (input, dimension) -> the author's name for it."""
         sizes = cls(shape_env)
-        where: dict[sympy.Symbol, tuple[int, int, int, int]] = {}
+        positions: dict[sympy.Symbol, tuple[int, int, int, int]] = {}
         seen: list[sympy.Symbol] = []
         for i, tensor in enumerate(inputs):
             for d, size in enumerate(tensor.shape):
@@ -100,13 +100,13 @@ class Sizes:
                     (symbol,) = expression.free_symbols
                     scale, offset = expression.coeff(symbol), expression.subs(symbol, 0)
                     linear = scale.is_Integer and scale > 0 and expression == scale * symbol + offset
-                    if linear and (symbol not in where or (scale, offset) == (1, 0) != where[symbol][2:]):
-                        where[symbol] = (i, d, int(scale), int(offset))
+                    if linear and (symbol not in positions or (scale, offset) == (1, 0) != positions[symbol][2:]):
+                        positions[symbol] = (i, d, int(scale), int(offset))
         specs = []
         for n, symbol in enumerate(seen):
-            if symbol not in where:
+            if symbol not in positions:
                 raise ExportError(f"the size {symbol} occurs only in a product or quotient of others; make one of those dimensions static")
-            i, d, scale, offset = where[symbol]
+            i, d, scale, offset = positions[symbol]
             bounds = shape_env.var_to_range[symbol]
             upper = bounds.upper
             finite = upper.is_Integer and int(upper) < 1 << 62
@@ -168,11 +168,11 @@ class Sizes:
 
     def origin(self, text: str) -> Asked | None:
         """Return the origin of the guard ``text``, else of the first guard on the symbol of that name; None if the compiler added it."""
-        for expression, asked in self.places.items():
+        for expression, origin in self.places.items():
             if all(symbol in self.names for symbol in expression.free_symbols):
                 names = {self.names[symbol] for symbol in expression.free_symbols}
                 if text in (write(self.shape_env.simplify(expression), self.names), *(names if len(names) == 1 else ())):
-                    return asked
+                    return origin
         return None
 
     def _in_range(self, expression: Any, traced: bool) -> bool:
@@ -183,11 +183,11 @@ class Sizes:
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
         (symbol,) = expression.free_symbols
-        stated = next((s for s in self.symbols if s.name == self.names.get(symbol)), None)
-        if stated is None:
+        spec = next((s for s in self.symbols if s.name == self.names.get(symbol)), None)
+        if spec is None:
             return False
-        most = 1 << 62 if stated.maximum is None else stated.maximum  # no tensor is larger
-        known = torch_api.bound_sympy(
-            expression, {symbol: torch_api.ValueRanges(stated.minimum if traced else min(max(stated.minimum, 2), most), most)}
+        maximum = 1 << 62 if spec.maximum is None else spec.maximum  # no tensor is larger
+        result = torch_api.bound_sympy(
+            expression, {symbol: torch_api.ValueRanges(spec.minimum if traced else min(max(spec.minimum, 2), maximum), maximum)}
         )
-        return bool(known.is_singleton() and known.lower == True)  # noqa: E712
+        return bool(result.is_singleton() and result.lower == True)  # noqa: E712

@@ -35,24 +35,24 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             if target is torch.ops.aten.scalar_tensor.default and isinstance(args[0], torch.Tensor):
                 return args[0]
-            given = [a for a in args if isinstance(a, torch.Tensor)]
-            low = any(a.dtype in LOW for a in given)
-            if low and any(a.dtype is torch.float64 and a.dim() == 0 for a in given):
+            tensors = [a for a in args if isinstance(a, torch.Tensor)]
+            low_precision = any(a.dtype in LOW for a in tensors)
+            if low_precision and any(a.dtype is torch.float64 and a.dim() == 0 for a in tensors):
                 # with 16-bit elements, eager's kernels keep a Python number in float32, but would round a one-element tensor to 16 bits
-                wide = [a.float() if isinstance(a, torch.Tensor) and a.dim() > 0 else a for a in args]
-                narrow = next(a.dtype for a in given if a.dtype in LOW)
-                return super().call_function(target, tuple(wide), kwargs).to(narrow)
+                wide_args = [a.float() if isinstance(a, torch.Tensor) and a.dim() > 0 else a for a in args]
+                low_dtype = next(a.dtype for a in tensors if a.dtype in LOW)
+                return super().call_function(target, tuple(wide_args), kwargs).to(low_dtype)
             return super().call_function(target, args, kwargs)
 
     def run(grads: Any, params: Any, states: Any, numbers: torch.Tensor) -> Any:
-        each = [numbers.select(0, i) for i in range(FIRST_NUMBER, numbers.shape[0])]
-        return WithTensors(traced).run(*grads, *params, *states, numbers.select(0, 1), *each)
+        elements = [numbers.select(0, i) for i in range(FIRST_NUMBER, numbers.shape[0])]
+        return WithTensors(traced).run(*grads, *params, *states, numbers.select(0, 1), *elements)
 
-    made = make_fx(run, decomposition_table=decompositions())(gradients, parameters, slots, vector)
-    made.graph.set_codegen(torch.fx.CodeGen())
-    made.graph = torch_api.fx_graph_cse(made.graph)
-    made.graph.eliminate_dead_code()
-    return torch.fx.GraphModule(made, _numbers_first(made.graph, len(gradients)))
+    module = make_fx(run, decomposition_table=decompositions())(gradients, parameters, slots, vector)
+    module.graph.set_codegen(torch.fx.CodeGen())
+    module.graph = torch_api.fx_graph_cse(module.graph)
+    module.graph.eliminate_dead_code()
+    return torch.fx.GraphModule(module, _numbers_first(module.graph, len(gradients)))
 
 
 def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
@@ -62,51 +62,51 @@ def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
     (the first ``gradients`` placeholders), so nothing is changed before everything has been allocated: if memory runs out, the state is still
     intact.
     """
-    pure: set[torch.fx.Node] = set()
-    given = set(list(graph.find_nodes(op="placeholder"))[:gradients])
-    for node in (n for n in graph.nodes if n not in given):
+    number_nodes: set[torch.fx.Node] = set()
+    gradient_nodes = set(list(graph.find_nodes(op="placeholder"))[:gradients])
+    for node in (n for n in graph.nodes if n not in gradient_nodes):
         value = node.meta.get("val")
-        numbers = node.op == "placeholder" and value.dim() <= 1 and value.dtype is torch.float64  # the vector itself
-        scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-        if numbers or (scalar and (node.op == "placeholder" or (node.all_input_nodes and pure.issuperset(node.all_input_nodes)))):
-            pure.add(node)
-    out = torch.fx.Graph()
-    new: dict[torch.fx.Node, torch.fx.Node] = {}
+        is_numbers = node.op == "placeholder" and value.dim() <= 1 and value.dtype is torch.float64  # the vector itself
+        is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+        if is_numbers or (is_scalar and (node.op == "placeholder" or (node.all_input_nodes and number_nodes.issuperset(node.all_input_nodes)))):
+            number_nodes.add(node)
+    new_graph = torch.fx.Graph()
+    new_nodes: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def copy(nodes: Sequence[torch.fx.Node]) -> None:
         for node in nodes:
-            new[node] = out.node_copy(node, lambda n: new[n])
+            new_nodes[node] = new_graph.node_copy(node, lambda n: new_nodes[n])
 
     order = [n for n in graph.nodes if n.op != "output"]
     copy([n for n in order if n.op == "placeholder"])
-    copy([n for n in order if n in pure and n.op != "placeholder"])
-    never = false_after(out, [new[n] for n in order[:gradients]])
+    copy([n for n in order if n in number_nodes and n.op != "placeholder"])
+    false_node = false_after(new_graph, [new_nodes[n] for n in order[:gradients]])
     stages: dict[torch.dtype, list[torch.fx.Node]] = {}
     for node in order:
-        loops = [u for u in node.users if u not in pure and u.op != "output"]
-        if node in pure and loops and node.meta["val"].dim() == 0:
-            single = all(u.meta["val"].dtype is torch.float32 for u in loops)
-            stages.setdefault(torch.float32 if single else torch.float64, []).append(node)
-    loaded: dict[torch.fx.Node, torch.fx.Node] = {}
+        loops = [u for u in node.users if u not in number_nodes and u.op != "output"]
+        if node in number_nodes and loops and node.meta["val"].dim() == 0:
+            is_float32 = all(u.meta["val"].dtype is torch.float32 for u in loops)
+            stages.setdefault(torch.float32 if is_float32 else torch.float64, []).append(node)
+    loaded_nodes: dict[torch.fx.Node, torch.fx.Node] = {}
     for dtype, nodes in stages.items():
         parts = []
         for node in nodes:
-            part = new[node]
+            part = new_nodes[node]
             if node.meta["val"].dtype is not dtype:
-                part = call(out, torch.ops.prims.convert_element_type.default, part, dtype)
-            part = _after(out, never, part)
-            parts.append(call(out, torch.ops.aten.unsqueeze.default, part, 0))
-        together = call(out, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
+                part = call(new_graph, torch.ops.prims.convert_element_type.default, part, dtype)
+            part = _after(new_graph, false_node, part)
+            parts.append(call(new_graph, torch.ops.aten.unsqueeze.default, part, 0))
+        vector = call(new_graph, torch.ops.aten.cat.default, parts if len(parts) > 1 else parts * 2)
         for i, node in enumerate(nodes):
-            loaded[node] = call(out, torch.ops.aten.select.int, together, 0, i)
+            loaded_nodes[node] = call(new_graph, torch.ops.aten.select.int, vector, 0, i)
     for node in order:
-        if node not in new:
-            new[node] = out.node_copy(node, lambda n: loaded.get(n, new[n]))
+        if node not in new_nodes:
+            new_nodes[node] = new_graph.node_copy(node, lambda n: loaded_nodes.get(n, new_nodes[n]))
     for node in next(iter(graph.find_nodes(op="output"))).args[0]:
-        if node in pure:
-            new[node] = _after(out, never, new[node])
-    out.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new[n]))
-    return out
+        if node in number_nodes:
+            new_nodes[node] = _after(new_graph, false_node, new_nodes[node])
+    new_graph.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new_nodes[n]))
+    return new_graph
 
 
 def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:
@@ -117,9 +117,9 @@ def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torc
         if tensor.meta["val"].numel():
             for dim in range(tensor.meta["val"].dim() - 1, -1, -1):
                 tensor = call(graph, aten.select.int, tensor, dim, 0)
-            odd = call(graph, aten.isnan.default, tensor)
-            neither = call(graph, aten.logical_and.default, odd, call(graph, aten.logical_not.default, odd))
-            out = neither if out is None else call(graph, aten.logical_or.default, out, neither)
+            is_nan = call(graph, aten.isnan.default, tensor)
+            false_node = call(graph, aten.logical_and.default, is_nan, call(graph, aten.logical_not.default, is_nan))
+            out = false_node if out is None else call(graph, aten.logical_or.default, out, false_node)
     return out
 
 

@@ -73,8 +73,8 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
     except ExportError:
         raise
     except Exception as error:  # the optimizer's own code may raise anything
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {first}") from error
+        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {cause}") from error
     with fake_mode, torch.no_grad():
         graph = with_tensors(traced, list(gradients), list(parameters), slots, vector)
     allowed = tuple(
@@ -121,7 +121,7 @@ def _symbol(env: Any, name: str, value: float) -> Any:
 
 def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
     """Make one step as a function of tensors. ``first``: 1 if the optimizer has no state yet."""
-    own, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
+    group_numbers, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
     norm = finite = None
     if settings.clip_norm is not None:
         norm = nn.utils.get_total_norm(grads, foreach=False)
@@ -134,14 +134,14 @@ def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, s
         if settings.clip_value is not None:
             limit = clips.pop(0)
             grads = [_clamped(g, -limit, limit) for g in grads]
-        started = None
+        first_step = None
         if _first_step_differs(about.optimizer):
-            started = _stepped(about, own, grads, [p.clone() for p in params], None)
-        new, after = _stepped(about, own, grads, params, states)
-        if started is not None:
-            new = [torch.where(first != 0, a, b) for a, b in zip(started[0], new, strict=True)]
-            after = [torch.where(first != 0, a, b) for a, b in zip(started[1], after, strict=True)]
-    return new, after, [v for v in (norm, finite) if v is not None]
+            first_step = _stepped(about, group_numbers, grads, [p.clone() for p in params], None)
+        new_params, new_state = _stepped(about, group_numbers, grads, params, states)
+        if first_step is not None:
+            new_params = [torch.where(first != 0, a, b) for a, b in zip(first_step[0], new_params, strict=True)]
+            new_state = [torch.where(first != 0, a, b) for a, b in zip(first_step[1], new_state, strict=True)]
+    return new_params, new_state, [v for v in (norm, finite) if v is not None]
 
 
 def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:
@@ -156,27 +156,27 @@ def _stepped(about: OptimizerSpec, numbers: Sequence[Any], grads: Any, params: A
     other = duplicate(optimizer)
     other.param_groups, other.state = [], defaultdict(dict)
     for n, group in enumerate(optimizer.param_groups):
-        made = {**group, **single_tensor_form(group)}
+        new_group = {**group, **single_tensor_form(group)}
         if isinstance(optimizer, _CAPTURABLE):
-            made["capturable"] = True
+            new_group["capturable"] = True
         for number, symbol in zip(about.numbers, numbers, strict=True):
             if number.group == n and number.position < 0:
-                made[number.key] = symbol
+                new_group[number.key] = symbol
             elif number.group == n:
-                made[number.key] = tuple(symbol if i == number.position else v for i, v in enumerate(made[number.key]))
-        made["params"] = [by_name[about.names[id(p)]] for p in group["params"] if about.names[id(p)] in by_name]
-        other.param_groups.append(made)
+                new_group[number.key] = tuple(symbol if i == number.position else v for i, v in enumerate(new_group[number.key]))
+        new_group["params"] = [by_name[about.names[id(p)]] for p in group["params"] if about.names[id(p)] in by_name]
+        other.param_groups.append(new_group)
     for p, g in zip(params, grads, strict=True):
         p.grad = g
     if states is not None:
         for slot, state in zip(about.slots, states, strict=True):
-            count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
+            is_count = state.dim() == 0 and state.dtype is torch.float32 and (slot.key == "step" or by_name[slot.parameters[0]].dim() > 0)
             for name in slot.parameters:  # each gets its own tensor, which it may increment in place
-                other.state[by_name[name]][slot.key] = state.double() if count else state.clone()
+                other.state[by_name[name]][slot.key] = state.double() if is_count else state.clone()
         _copy_constant_state(about, by_name, other.state)
     step_of(optimizer)(other)
-    after = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
-    return [by_name[n] for n in about.trained], after
+    new_state = [other.state[by_name[s.parameters[0]]][s.key].to(s.value.dtype) for s in about.slots]
+    return [by_name[n] for n in about.trained], new_state
 
 
 def _copy_constant_state(about: OptimizerSpec, by_name: Mapping[str, Any], state: Any) -> None:
@@ -195,8 +195,8 @@ def _full(value: Any) -> Any:
 
 
 def _tensor_of(value: Any) -> Any:
-    made: Any = torch.scalar_tensor
-    return made(value, dtype=torch.float64) if isinstance(value, torch.SymFloat) else value
+    scalar_tensor: Any = torch.scalar_tensor
+    return scalar_tensor(value, dtype=torch.float64) if isinstance(value, torch.SymFloat) else value
 
 
 class _Scalars(TorchFunctionMode):
@@ -213,8 +213,8 @@ class _Scalars(TorchFunctionMode):
             return args[0].double()
         number = kwargs.get("alpha", kwargs.get("value", kwargs.get("weight", args[2] if base == "lerp" and len(args) > 2 else None)))
         if base in ("add", "sub", "addcdiv", "addcmul", "lerp") and isinstance(number, (torch.SymFloat, torch.Tensor)):
-            wide = [a.float() if a.dtype in LOW else a for a in args[: 3 if base.startswith("addc") else 2]]  # as kernels compute 16-bit tensors
-            out = _written_out(base, wide, number).to(args[0].dtype)
+            wide_args = [a.float() if a.dtype in LOW else a for a in args[: 3 if base.startswith("addc") else 2]]  # as kernels compute 16-bit tensors
+            out = _written_out(base, wide_args, number).to(args[0].dtype)
             return args[0].copy_(out) if name.endswith("_") else out
         if name == "square_":  # the only in-place operator here that functionalization lacks
             return args[0].copy_(args[0] * args[0])
@@ -233,20 +233,20 @@ def _clamped(own: Any, low: Any, high: Any) -> Any:
 
 
 def _written_out(base: str, args: Any, number: Any) -> Any:
-    own = args[0]
+    tensor = args[0]
     if base == "lerp":
         if isinstance(number, torch.SymFloat):
-            near = bool(number > -0.5) and bool(number < 0.5)
+            small_weight = bool(number > -0.5) and bool(number < 0.5)
             number = _tensor_of(number)
-            return own + number * (args[1] - own) if near else args[1] - (args[1] - own) * (1 - number)
+            return tensor + number * (args[1] - tensor) if small_weight else args[1] - (args[1] - tensor) * (1 - number)
         number = number.to(torch.float64) if number.dim() == 0 else number
-        return torch.where(number.abs() < 0.5, own + number * (args[1] - own), args[1] - (args[1] - own) * (1 - number))
+        return torch.where(number.abs() < 0.5, tensor + number * (args[1] - tensor), args[1] - (args[1] - tensor) * (1 - number))
     number = _tensor_of(number)
     if base == "add":
-        return own + number * args[1]
+        return tensor + number * args[1]
     if base == "sub":
-        return own - number * args[1]
-    return own + (number * args[1]) / args[2] if base == "addcdiv" else own + (number * args[1]) * args[2]
+        return tensor - number * args[1]
+    return tensor + (number * args[1]) / args[2] if base == "addcdiv" else tensor + (number * args[1]) * args[2]
 
 
 @contextlib.contextmanager
@@ -269,20 +269,20 @@ def _min_and_max_of_tensors(kind: Any) -> Iterator[None]:
 
 def _allowed(env: Any, symbol: Any, value: float) -> tuple[Interval, ...]:
     """Return the intervals of the number in which the traced conditions hold: one point if it is fixed, no interval if any number is allowed."""
-    own = symbol.node.expr
-    if not own.free_symbols or own in env.replacements:
+    expression = symbol.node.expr
+    if not expression.free_symbols or expression in env.replacements:
         return (Interval(value, value, False, False),)
     x = sympy.Symbol("x", real=True)
-    found: Any = sympy.S.Reals
+    allowed_set: Any = sympy.S.Reals
     for guard in env.guards:
-        if own not in guard.expr.free_symbols:
+        if expression not in guard.expr.free_symbols:
             continue
         if len(guard.expr.free_symbols) > 1:
             return (Interval(value, value, False, False),)
-        found = found.intersect(guard.expr.xreplace({own: x}).as_set())
-    if found == sympy.S.Reals:
+        allowed_set = allowed_set.intersect(guard.expr.xreplace({expression: x}).as_set())
+    if allowed_set == sympy.S.Reals:
         return ()
-    parts = found.args if isinstance(found, sympy.Union) else (found,)
+    parts = allowed_set.args if isinstance(allowed_set, sympy.Union) else (allowed_set,)
     if not all(isinstance(p, sympy.Interval) for p in parts):
         return (Interval(value, value, False, False),)
     return tuple(

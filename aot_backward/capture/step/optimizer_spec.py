@@ -106,11 +106,11 @@ def parameters_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[i
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ExportError(f"optimizer is a {kind.__module__}.{kind.__qualname__}; expected a torch.optim.Optimizer")
-    for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused):
+    for refused_type, reason in _REFUSED.items():
+        if isinstance(optimizer, refused_type):
             raise ExportError(f"{kind.__qualname__} cannot be exported: it {reason}")
-    everywhere = [*torch_api._global_optimizer_pre_hooks, *torch_api._global_optimizer_post_hooks]
-    if everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    global_hooks = [*torch_api._global_optimizer_pre_hooks, *torch_api._global_optimizer_post_hooks]
+    if global_hooks or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ExportError(f"the {kind.__qualname__} has step hooks, which a compiled step would not call; remove them before the export")
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
@@ -163,17 +163,17 @@ def _refuse_state_from_numbers(optimizer: torch.optim.Optimizer, names: Mapping[
     """Refuse a custom optimizer with a first state that depends on its learning rate: a warm-up schedule would change that state."""
     if type(optimizer).__module__.startswith("torch.optim.") or not all(isinstance(g.get("lr"), (int, float)) for g in optimizer.param_groups):
         return
-    before = [g["lr"] for g in optimizer.param_groups]
+    saved_lrs = [g["lr"] for g in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
             group["lr"] = 2 * group["lr"] + 0.125
-        other = _state_before_a_step(optimizer, names, set(trained))
+        other_state = _state_before_a_step(optimizer, names, set(trained))
     finally:
-        for group, lr in zip(optimizer.param_groups, before, strict=True):
+        for group, lr in zip(optimizer.param_groups, saved_lrs, strict=True):
             group["lr"] = lr
     for name, slots in state.items():
         for key, value in slots.items():
-            if not _same(value, other[name].get(key)):
+            if not _same(value, other_state[name].get(key)):
                 raise ExportError(
                     f"{type(optimizer).__qualname__} computes the initial state[{name!r}][{key!r}] from lr, and a scheduler may change lr before the "
                     f"first step. Make one step before the export"
@@ -243,35 +243,35 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     attributes = _attributes(optimizer)
     vars(other).update(copy.deepcopy(attributes))
     other.param_groups, state = [], defaultdict[Any, Any](_FirstValues)
-    name_of, had = {}, {}
+    name_of, had_momentum = {}, {}
     for group in optimizer.param_groups:
         copies = []
         for p in group["params"]:
             q = p.detach().clone(memory_format=torch.preserve_format).requires_grad_(p.requires_grad)
             q.grad = torch.zeros_like(q) if names[id(p)] in trained else None
             name_of[id(q)] = names[id(p)]
-            had[names[id(p)]] = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            had_momentum[names[id(p)]] = optimizer.state.get(p, {}).get("momentum_buffer") is not None
             copies.append(q)
             if p in optimizer.state:
                 state[q] = _FirstValues(copy.deepcopy(dict(optimizer.state[p])))
         other.param_groups.append({**group, "params": copies, **single_tensor_form(group)})
     other.state = state
     groups = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
-    kept: list[dict[tuple[str, str], Any]] = []
+    non_tensors: list[dict[tuple[str, str], Any]] = []
     for _ in range(2):
         try:
             with torch.no_grad():
                 step_of(optimizer)(other)
         except Exception as error:  # the optimizer's own code may raise anything
             raise ExportError(f"{kind}.step fails on gradients of zero (a compiled step has no closure): {type(error).__name__}: {error}") from error
-        if odd := [key for key in state if id(key) not in name_of]:
+        if unsupported := [key for key in state if id(key) not in name_of]:
             raise ExportError(
-                f"{kind} keeps state[{odd[0]!r}], which does not belong to a parameter; a compiled step supports only state of parameters"
+                f"{kind} keeps state[{unsupported[0]!r}], which does not belong to a parameter; a compiled step supports only state of parameters"
             )
-        kept.append({(name_of[id(q)], key): v for q, slots in state.items() for key, v in slots.items() if not isinstance(v, torch.Tensor)})
-    for n, (before, group) in enumerate(zip(groups, other.param_groups, strict=True)):
+        non_tensors.append({(name_of[id(q)], key): v for q, slots in state.items() for key, v in slots.items() if not isinstance(v, torch.Tensor)})
+    for n, (old_group, group) in enumerate(zip(groups, other.param_groups, strict=True)):
         for key, value in group.items():
-            if key != "params" and (key not in before or not _same(value, before[key])):
+            if key != "params" and (key not in old_group or not _same(value, old_group[key])):
                 raise ExportError(f"{kind}.step changes param_groups[{n}][{key!r}]; {_ONLY_TENSORS}")
     for key, value in _attributes(other).items():
         if key not in attributes or not _same(value, attributes[key]):
@@ -279,10 +279,10 @@ def _state_before_a_step(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     out = {name_of[id(q)]: slots.first for q, slots in state.items()}
     if isinstance(optimizer, torch.optim.SGD):  # its new momentum contains weight decay
         for q, slots in state.items():
-            if slots.first.get("momentum_buffer") is not None and not had[name_of[id(q)]]:
+            if slots.first.get("momentum_buffer") is not None and not had_momentum[name_of[id(q)]]:
                 slots.first["momentum_buffer"].zero_()
-    for (name, key), value in kept[1].items():
-        if not _same(value, kept[0].get((name, key))) or not _same(value, out[name].get(key)):
+    for (name, key), value in non_tensors[1].items():
+        if not _same(value, non_tensors[0].get((name, key))) or not _same(value, out[name].get(key)):
             raise ExportError(f"{kind} keeps state[{name!r}][{key!r}] as a {type(value).__name__} that changes with each step; {_ONLY_TENSORS}")
     return {name: slots for name, slots in out.items() if name in trained}
 
@@ -300,17 +300,17 @@ def duplicate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the plain data that an optimizer's own class keeps besides groups and state."""
-    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    data = (bool, int, float, complex, str, list, tuple, dict, set, torch.Tensor, type(None))
-    return {key: value for key, value in vars(optimizer).items() if key not in usual and isinstance(value, data)}
+    base_attributes = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    data_types = (bool, int, float, complex, str, list, tuple, dict, set, torch.Tensor, type(None))
+    return {key: value for key, value in vars(optimizer).items() if key not in base_attributes and isinstance(value, data_types)}
 
 
 def _same(a: Any, b: Any) -> bool:
-    ours, form = pytree.tree_flatten(a)
-    theirs, other = pytree.tree_flatten(b)
-    if form != other:
+    leaves_a, spec_a = pytree.tree_flatten(a)
+    leaves_b, spec_b = pytree.tree_flatten(b)
+    if spec_a != spec_b:
         return False
-    pairs = zip(ours, theirs, strict=True)
+    pairs = zip(leaves_a, leaves_b, strict=True)
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x is y or x == y for x, y in pairs)
 
 
@@ -322,8 +322,8 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
         for key in dict.fromkeys(k for n in members for k in state[n]):
             tensors = {n: state[n][key] for n in members if isinstance(state[n].get(key), torch.Tensor)}
             counts = {n: t for n, t in tensors.items() if t.dim() == 0 and (dims[n] > 0 or key == "step")}
-            alike = key == "step" or type(optimizer).__module__.startswith("torch.optim.")  # counts of custom optimizers may differ after a step
-            if alike and len({(t.item(), t.dtype, t.device) for t in counts.values()}) == 1:
+            can_share = key == "step" or type(optimizer).__module__.startswith("torch.optim.")  # counts of custom optimizers may differ after a step
+            if can_share and len({(t.item(), t.dtype, t.device) for t in counts.values()}) == 1:
                 out.append(Slot(key, tuple(counts), next(iter(counts.values()))))
             else:
                 out += [Slot(key, (n,), t) for n, t in counts.items()]
@@ -334,5 +334,5 @@ def _slots(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: Ma
 
 def single_tensor_form(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the form that is traced: one tensor after another, no fused kernels."""
-    wanted = {"foreach": False, "fused": None, "differentiable": False, "capturable": False}
-    return {key: value for key, value in wanted.items() if key in group}
+    options = {"foreach": False, "fused": None, "differentiable": False, "capturable": False}
+    return {key: value for key, value in options.items() if key in group}

@@ -59,18 +59,18 @@ class ProgramWithLoss(nn.Module):
             return self.module.forward
         if not args:
             raise ExportError("with a loss_fn the last positional argument is its target: export_step(net, (x, y), loss_fn=…)")
-        own = list(inspect.signature(self.module.forward).parameters.values())
-        if any(p.kind is p.VAR_POSITIONAL for p in own):
+        module_parameters = list(inspect.signature(self.module.forward).parameters.values())
+        if any(p.kind is p.VAR_POSITIONAL for p in module_parameters):
             return self.module.forward
         loss = self.loss_fn.function if isinstance(self.loss_fn, FunctionModule) else self.loss_fn.forward
-        second = [p.name for p in inspect.signature(loss).parameters.values()][1:2]
-        taken = {p.name for p in own}
-        target = next(n for n in [*second, "target", "loss_target"] if n not in taken)
-        positional = [p.replace(default=p.empty) for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        given, rest = positional[: len(args) - 1], own[len(args) - 1 :]
-        if len(given) < len(args) - 1:
+        second_names = [p.name for p in inspect.signature(loss).parameters.values()][1:2]
+        used_names = {p.name for p in module_parameters}
+        target = next(n for n in [*second_names, "target", "loss_target"] if n not in used_names)
+        positional = [p.replace(default=p.empty) for p in module_parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        inputs, rest = positional[: len(args) - 1], module_parameters[len(args) - 1 :]
+        if len(inputs) < len(args) - 1:
             raise ExportError(f"the module takes {len(positional)} positional arguments; got {len(args) - 1} and the target")
-        parameters = [*given, inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters = [*inputs, inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in rest]
 
         def called(*args: Any, **kwargs: Any) -> Any: ...
@@ -131,26 +131,26 @@ def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Join
     ``torch.amp.GradScaler``."""
     joint = _with_step_state(joint.copy(), state)
     graph = joint.graph
-    unscaled = by_name(graph)[loss_gradient]
+    grad_output = by_name(graph)[loss_gradient]
     numbers = _placeholder_of(graph, joint, state, NUMBERS)
-    place = hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
+    index = hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
     convert = torch.ops.prims.convert_element_type.default
-    with graph.graph.inserting_after(unscaled), joint.fake_mode:
-        placed = graph.graph.call_function(aten.select.int, (numbers, 0, place))
-    placed.meta["val"] = aten.select.int(numbers.meta["val"], 0, place)
-    with graph.graph.inserting_after(placed), joint.fake_mode:
-        scale = call(graph.graph, convert, placed, unscaled.meta["val"].dtype)
-    unscaled.replace_all_uses_with(scale)
-    graph.graph.erase_node(unscaled)
-    gradients = {target: scale if gradient is unscaled else gradient for target, gradient in joint.gradients.items()}
+    with graph.graph.inserting_after(grad_output), joint.fake_mode:
+        number = graph.graph.call_function(aten.select.int, (numbers, 0, index))
+    number.meta["val"] = aten.select.int(numbers.meta["val"], 0, index)
+    with graph.graph.inserting_after(number), joint.fake_mode:
+        scale = call(graph.graph, convert, number, grad_output.meta["val"].dtype)
+    grad_output.replace_all_uses_with(scale)
+    graph.graph.erase_node(grad_output)
+    gradients = {target: scale if gradient is grad_output else gradient for target, gradient in joint.gradients.items()}
     output = output_of(graph.graph)
     with graph.graph.inserting_before(output), joint.fake_mode:
-        back = call(graph.graph, convert, call(graph.graph, aten.reciprocal.default, placed), torch.float32)
-        made = {node: call(graph.graph, aten.mul.Tensor, node, back) for node in dict.fromkeys(gradients.values()) if isinstance(node, Node)}
+        inverse = call(graph.graph, convert, call(graph.graph, aten.reciprocal.default, number), torch.float32)
+        products = {node: call(graph.graph, aten.mul.Tensor, node, inverse) for node in dict.fromkeys(gradients.values()) if isinstance(node, Node)}
     results = fx_graph.results_of(graph)
-    output.args = ((*results[: joint.forward_values], *(made.get(node, node) for node in results[joint.forward_values :])),)
+    output.args = ((*results[: joint.forward_values], *(products.get(node, node) for node in results[joint.forward_values :])),)
     graph.recompile()
-    return dataclasses.replace(joint, gradients={target: made.get(node, node) for target, node in gradients.items()})
+    return dataclasses.replace(joint, gradients={target: products.get(node, node) for target, node in gradients.items()})
 
 
 def gets_gradient(joint: Joint) -> Callable[[str], bool]:
@@ -211,20 +211,20 @@ def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str,
 
 def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]) -> list[Node]:
     """Append the optimizer. Return the nodes of the gradients' norm and of their finiteness, if requested."""
-    by_name = _parameters(joint, graph)
-    parameters = [by_name[p] for p in state.optimized.trained]
+    parameter_nodes = _parameters(joint, graph)
+    parameters = [parameter_nodes[p] for p in state.optimized.trained]
     slots = [_placeholder_of(graph, joint, state, s.state) for s in state.spec.state]
     numbers = _placeholder_of(graph, joint, state, NUMBERS)
     for node in update.graph.graph.find_nodes(op="get_attr"):
         setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
-    given = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
+    node_map = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
     _delay_buffer_updates(graph, joint, gradients)
     with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
-        made = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(given)))
+        results = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(node_map)))
         targets = [*parameters, *slots]
-        news, extra = made[: len(targets)], made[len(targets) :]
+        new_values, extra = results[: len(targets)], results[len(targets) :]
         finite = extra[-1] if update.finite else None
-        for target, new in zip(targets, news, strict=True):
+        for target, new in zip(targets, new_values, strict=True):
             if finite is not None:
                 new = call(graph.graph, aten.where.self, finite, new, target)
             if new is not target:
@@ -234,15 +234,15 @@ def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: U
 
 def _delay_buffer_updates(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
     """Let buffers that the forward updates wait for every gradient, too, so that a call that fails earlier has changed nothing."""
-    buffers = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
-    if not buffers:
+    updates = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
+    if not updates:
         return
     with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
-        never = hyperparameters.false_after(graph.graph, gradients)
-        for node in buffers:
+        false_node = hyperparameters.false_after(graph.graph, gradients)
+        for node in updates:
             target, value = node.args
-            if never is not None:
-                value = call(graph.graph, aten.where.self, never, target, value)
+            if false_node is not None:
+                value = call(graph.graph, aten.where.self, false_node, target, value)
             node.replace_all_uses_with(call(graph.graph, aten.copy_.default, target, value))
             graph.graph.erase_node(node)
 
@@ -254,8 +254,8 @@ def _append_accumulation(graph: GraphModule, joint: Joint, state: StepState, gra
         keep = call(graph.graph, aten.ne.Scalar, call(graph.graph, aten.select.int, numbers, 0, 0), 0)
         for parameter, gradient in gradients.items():
             slot = _placeholder_of(graph, joint, state, state.gradients[parameter])
-            both = call(graph.graph, aten.add.Tensor, slot, gradient)
-            call(graph.graph, aten.copy_.default, slot, call(graph.graph, aten.where.self, keep, both, gradient))
+            total = call(graph.graph, aten.add.Tensor, slot, gradient)
+            call(graph.graph, aten.copy_.default, slot, call(graph.graph, aten.where.self, keep, total, gradient))
 
 
 def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
@@ -271,16 +271,16 @@ def _parameters(joint: Joint, graph: GraphModule) -> dict[str, Node]:
 def _placeholder_of(graph: GraphModule, joint: Joint, state: StepState, name: str) -> Node:
     """Return the placeholder of a tensor of ``StepState.tensors``; it becomes a constant when the graph is finished."""
     placeholder = next(node for node, place in joint.placeholders.items() if place == ("buffer", name))
-    existing = next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == placeholder), None)
-    if existing is not None:
-        return existing
-    real = state.tensors[name]
+    node = next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == placeholder), None)
+    if node is not None:
+        return node
+    tensor = state.tensors[name]
     with joint.fake_mode:
-        value = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return add_placeholder(graph, placeholder, value)
 
 
 def _with_step_state(joint: Joint, state: StepState) -> Joint:
     """Return ``joint`` with the placeholders of ``StepState.tensors`` named as buffers."""
-    own = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(state.tensors)}
-    return dataclasses.replace(joint, placeholders={**joint.placeholders, **own})
+    step_placeholders = {f"step_state_{i}": ("buffer", name) for i, name in enumerate(state.tensors)}
+    return dataclasses.replace(joint, placeholders={**joint.placeholders, **step_placeholders})

@@ -28,9 +28,9 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
     """Raise :class:`ExportError` for a hook that would be dropped: at once, or when it runs and returns nothing. ``backward()`` raises it, too."""
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
-    kept = [dict(hooks) for _, hooks in slots]
-    saved = torch.autograd.graph.saved_tensors_hooks
-    register, retain, enter = torch.Tensor.register_hook, torch.Tensor.retain_grad, saved.__enter__
+    saved_hooks = [dict(hooks) for _, hooks in slots]
+    saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
+    register, retain, enter = torch.Tensor.register_hook, torch.Tensor.retain_grad, saved_tensors_hooks.__enter__
     backward = torch.autograd.backward
     thread = threading.get_ident()  # another thread may be training
 
@@ -70,7 +70,7 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
 
     with (
         patched(torch.Tensor, register_hook=here_alone(register_hook, register), retain_grad=here_alone(retain_grad, retain)),
-        patched(saved, __enter__=here_alone(enter_saved, enter)),
+        patched(saved_tensors_hooks, __enter__=here_alone(enter_saved, enter)),
         patched(torch.autograd, backward=here_alone(no_backward, backward)),
     ):
         try:
@@ -78,8 +78,8 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
                 hooks.update({k: must_return(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
             yield
         finally:
-            for (_, hooks), before in zip(slots, kept, strict=True):
-                hooks.update(before)
+            for (_, hooks), old in zip(slots, saved_hooks, strict=True):
+                hooks.update(old)
 
 
 def must_return(hook: Callable[..., Any], where: str, instead: str = "export without the hook") -> Callable[..., Any]:
@@ -106,29 +106,29 @@ def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[...
     for name, parameter in program.named_parameters():
         if not parameter.requires_grad:
             continue
-        own = name.removeprefix("module.") if kind == "step" else name
-        loaded = _LOADED[kind].format(own)
+        path = name.removeprefix("module.") if kind == "step" else name
+        accessor = _LOADED[kind].format(path)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            instead = f", and register it on the loaded module's parameter, {loaded}" if kind == "module" else ""
+            advice = f", and register it on the loaded module's parameter, {accessor}" if kind == "module" else ""
             raise ExportError(
-                f"the parameter {own!r} has a post-accumulate-grad hook, {source_location.of(hook)}, and a compiled {_MADE[kind]} does not fill "
-                f".grad. Export without it{instead}"
+                f"the parameter {path!r} has a post-accumulate-grad hook, {source_location.of(hook)}, and a compiled {_MADE[kind]} does not fill "
+                f".grad. Export without it{advice}"
             )
         for hook in on_accumulation(parameter):
             raise ExportError(
-                f"the AccumulateGrad node of the parameter {own!r} has a hook, {source_location.of(hook)}, and tracing does not see it. Export "
-                f"without it, and use register_hook on the parameter itself: before the export of a Grad or a Step, or on the loaded one, {loaded}"
+                f"the AccumulateGrad node of the parameter {path!r} has a hook, {source_location.of(hook)}, and tracing does not see it. Export "
+                f"without it, and use register_hook on the parameter itself: before the export of a Grad or a Step, or on the loaded one, {accessor}"
             )
-        found = tuple((parameter._backward_hooks or {}).values())
-        if found and kind == "module":
+        hooks = tuple((parameter._backward_hooks or {}).values())
+        if hooks and kind == "module":
             raise ExportError(
-                f"the parameter {own!r} has a gradient hook, {source_location.of(found[0])}. Autograd runs it once, on the sum over all uses of the "
+                f"the parameter {path!r} has a gradient hook, {source_location.of(hooks[0])}. Autograd runs it once, on the sum over all uses of the "
                 "parameter, and the graph of one call does not compute this sum. Export without it, and register it on the loaded module's "
-                f"parameter, {loaded}"
+                f"parameter, {accessor}"
             )
-        if found:
-            instead = f"export without it, and register it on the loaded parameter, {loaded}"
-            out[name] = tuple(must_return(h, f"on the parameter {own!r}", instead) for h in found)
+        if hooks:
+            advice = f"export without it, and register it on the loaded parameter, {accessor}"
+            out[name] = tuple(must_return(h, f"on the parameter {path!r}", advice) for h in hooks)
     return out
 
 
@@ -143,13 +143,13 @@ _LOADED = {
 def on_accumulation(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """Return the hooks on the AccumulateGrad node of ``parameter``. A node does not list them, but the handle of a new hook knows the others."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    found = []
+    node_hooks = []
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)
         hooks: Any = handle.hooks_dict_ref()
-        found += [hook for number, hook in hooks.items() if number != handle.id]
+        node_hooks += [hook for number, hook in hooks.items() if number != handle.id]
         handle.remove()
-    return found
+    return node_hooks
 
 
 def _refuse_global() -> None:

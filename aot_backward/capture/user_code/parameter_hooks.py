@@ -29,7 +29,7 @@ def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) ->
     """Insert ``joint.hooks`` after the gradients of their parameters, which must have been summed over ties, in the FX graph of ``joint``, a copy.
     ``weights``: state name -> (key, tensor). :class:`ExportError` names a hook that cannot be traced."""
     gradients = dict(joint.gradients)
-    hooks = {weights[name][0]: (name, found) for name, found in joint.hooks.items()}
+    hooks = {weights[name][0]: (name, functions) for name, functions in joint.hooks.items()}
     output = fx_graph.output_of(joint.graph.graph)
     results = fx_graph.results_of(joint.graph)
     for position, target in enumerate(joint.gradient_slots, start=joint.forward_values):
@@ -37,8 +37,8 @@ def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) ->
             continue
         gradient = results[position]
         if isinstance(gradient, Node):
-            name, found = hooks[weights[target[1]][0]]
-            results[position] = gradients[target] = _apply_hooks(gradient, name, found, joint, output)
+            name, functions = hooks[weights[target[1]][0]]
+            results[position] = gradients[target] = _apply_hooks(gradient, name, functions, joint, output)
     output.args = (results,)
     return replace(joint, gradients=gradients)
 
@@ -47,25 +47,25 @@ def _apply_hooks(gradient: Node, name: str, hooks: Sequence[Callable[..., Any]],
     """Apply ``hooks`` to ``gradient`` in their order, before ``output``."""
     for hook in hooks:
         traced = _traced_hook(hook, name, gradient.meta["val"], joint.fake_mode)
-        given: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
+        node_map: dict[Node, Any] = {next(iter(traced.graph.find_nodes(op="placeholder"))): gradient}
         with joint.graph.graph.inserting_before(output):
             for node in traced.graph.find_nodes(op="get_attr"):
-                given[node] = _current(getattr(traced, str(node.target)), joint)
-            gradient = joint.graph.graph.graph_copy(traced.graph, given)  # type: ignore[assignment]
+                node_map[node] = _current(getattr(traced, str(node.target)), joint)
+            gradient = joint.graph.graph.graph_copy(traced.graph, node_map)  # type: ignore[assignment]
     return gradient
 
 
 def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_mode: Any) -> GraphModule:
     def called(gradient: torch.Tensor) -> torch.Tensor:
         with _refuse_writes(hook, name):
-            made = hook(gradient.clone())  # the hook may change it in place
-        if not isinstance(made, torch.Tensor) or (made.shape, made.dtype) != (gradient.shape, gradient.dtype):
-            what = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__name__}"
+            result = hook(gradient.clone())  # the hook may change it in place
+        if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (gradient.shape, gradient.dtype):
+            kind = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
             raise ExportError(
-                f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {what}; expected {gradient.dtype} "
+                f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {kind}; expected {gradient.dtype} "
                 f"{tuple(gradient.shape)}"
             )
-        return made.clone()  # a copy: it may be a constant or a parameter
+        return result.clone()  # a copy: it may be a constant or a parameter
 
     try:
         with fake_mode, tracing(), torch.no_grad():
@@ -73,11 +73,11 @@ def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_
     except ExportError:
         raise
     except Exception as error:  # the user's own hook may raise anything
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        decides = "it reads a tensor's value in Python: use torch.where, or " if "data-dependent" in first or "_local_scalar_dense" in first else ""
+        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        remedy = "it reads a tensor's value in Python: use torch.where, or " if "data-dependent" in cause or "_local_scalar_dense" in cause else ""
         raise ExportError(
-            f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {first}; "
-            f"{decides}export without it, and register it on the loaded parameter"
+            f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {cause}; "
+            f"{remedy}export without it, and register it on the loaded parameter"
         ) from error
     return traced
 
@@ -107,9 +107,9 @@ def _current(value: torch.Tensor, joint: Joint) -> Node:
     if name is None:
         attribute = f"hook_constant_{sum(1 for _ in graph.graph.find_nodes(op='get_attr'))}"
         graph.register_buffer(attribute, value.detach())
-        made = graph.graph.get_attr(attribute)
-        made.meta["val"] = joint.fake_mode.from_tensor(value.detach(), static_shapes=True)
-        return made
+        constant = graph.graph.get_attr(attribute)
+        constant.meta["val"] = joint.fake_mode.from_tensor(value.detach(), static_shapes=True)
+        return constant
     node = next(n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][1] == name)
-    written = [n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node]
-    return written[-1] if written else node
+    updates = [n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node]
+    return updates[-1] if updates else node

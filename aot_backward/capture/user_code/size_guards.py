@@ -79,8 +79,8 @@ def _asked(program: nn.Module, outermost: CodeType) -> Asked:
     if frame is None:
         return Asked()  # torch's own guard, after the program has run
     where, operator = source_location.described(reversed(frames), program), _operator(frames)
-    running = torch_api.backward_that_runs()
-    name, number = running or ("", -1)
+    backward_node = torch_api.backward_that_runs()
+    name, number = backward_node or ("", -1)
     return Asked(where, operator or name, any(f.f_code.co_filename.endswith(_TRANSFORMS) for f, _ in frames), number)
 
 
@@ -98,7 +98,7 @@ def located(places: Places, graph: GraphModule) -> Places:
     lines."""
     lines = {node.meta.get("seq_nr"): node.meta[LINE] for node in graph.graph.nodes if LINE in node.meta and not node.meta.get("autograd_backward")}
     out = {}
-    for guard, asked in places.items():
-        line = lines.get(asked.number) if not asked.where else None
-        out[guard] = replace(asked, where=source_location.of_line(line)) if line else asked
+    for guard, origin in places.items():
+        line = lines.get(origin.number) if not origin.where else None
+        out[guard] = replace(origin, where=source_location.of_line(line)) if line else origin
     return out

@@ -44,24 +44,24 @@ def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
 
 def spread(graph: GraphModule) -> None:
     """Give the nodes of the backward the lines of the forward's operators that they belong to."""
-    known: dict[int, Line] = {}
+    lines: dict[int, Line] = {}
     for node in graph.graph.nodes:
         if "seq_nr" in node.meta and LINE in node.meta and not node.meta.get("autograd_backward"):
-            known.setdefault(node.meta["seq_nr"], node.meta[LINE])
+            lines.setdefault(node.meta["seq_nr"], node.meta[LINE])
     for node in graph.graph.nodes:
-        if node.meta.get("autograd_backward") and LINE not in node.meta and node.meta.get("seq_nr") in known:
-            node.meta[LINE] = known[node.meta["seq_nr"]]
+        if node.meta.get("autograd_backward") and LINE not in node.meta and node.meta.get("seq_nr") in lines:
+            node.meta[LINE] = lines[node.meta["seq_nr"]]
 
 
 def _current_line(frame: FrameType | None, names: dict[int, str], outermost: CodeType) -> Line | None:
-    found: FrameType | None = None
+    user_frame: FrameType | None = None
     owner = ""
     while frame is not None:
         code = frame.f_code
         if code is outermost or code.co_filename.endswith(ENGINE):
-            return _line_of(found, owner)
-        if found is None and source_location.is_user_code(code.co_filename):
-            found = frame
+            return _line_of(user_frame, owner)
+        if user_frame is None and source_location.is_user_code(code.co_filename):
+            user_frame = frame
         if not owner and code.co_name == "forward":
             owner = names.get(id(frame.f_locals.get("self")), "")
         frame = frame.f_back

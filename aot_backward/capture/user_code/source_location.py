@@ -66,23 +66,23 @@ def passes_through(error: BaseException, package: ModuleType) -> bool:
 
 def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
     """Run the program in eager and return the user's line that calls the operator ("aten.index.Tensor"), or "" if it is not user code."""
-    found: list[str] = []
+    lines: list[str] = []
 
     class Watching(torch_api.TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not found and str(operator) == name:
-                found.append(here(program))
+            if not lines and str(operator) == name:
+                lines.append(here(program))
             return operator(*args, **(kwargs or {}))
 
-    kept = [(b, b.detach().clone()) for b in program.buffers()]
+    saved = [(b, b.detach().clone()) for b in program.buffers()]
     try:
         with preserve.slots_kept(program), preserve.random_state_kept(), contextlib.suppress(Exception), Watching():
             program(*args, **kwargs)
     finally:
         with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
-    return found[0] if found else ""
+            for buffer, value in saved:
+                buffer.copy_(value)
+    return lines[0] if lines else ""
 
 
 @contextlib.contextmanager
@@ -98,9 +98,9 @@ def errors_located(program: nn.Module, args: Any, kwargs: Any) -> Iterator[None]
     except AotBackwardError:
         raise
     except Exception as error:  # from torch's partitioner or compiler, or from ours
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        cause = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(
-            f"the program was traced, but it could not be compiled: {type(error).__name__}: {first}. This is a bug in aot-backward or PyTorch: "
+            f"the program was traced, but it could not be compiled: {type(error).__name__}: {cause}. This is a bug in aot-backward or PyTorch: "
             "please report it, with the program. A static size, or another way to write the part that the message names, may help"
         ) from error
 

@@ -136,20 +136,20 @@ def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any
         return {"tensors": len(specs), "bytes": sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in specs)}
 
     numbers = [[n for n in step.numbers if n.group == g] for g in range(-1, len(step.groups))]
-    clips = {n.key: n.value for n in numbers[0]}
+    clip_numbers = {n.key: n.value for n in numbers[0]}
     return {
         "optimizer": step.optimizer,
         "steps_made_at_export": not step.fresh,
         "groups": [
-            {"parameters": list(g.parameters), "options": options_of(g), "numbers": [_number(n) for n in own]}
-            for g, own in zip(step.groups, numbers[1:], strict=True)
+            {"parameters": list(g.parameters), "options": options_of(g), "numbers": [_number(n) for n in group_numbers]}
+            for g, group_numbers in zip(step.groups, numbers[1:], strict=True)
         ],
         "state": tensors(s.state for s in step.state),
         "gradients_can_wait": step.update is not None,
         "gradients": tensors(g.state for g in step.gradients),
-        "clip_norm": clips.get("clip_norm"),
-        "clip_value": clips.get("clip_value"),
-        "loss_scale": clips.get("loss_scale"),
+        "clip_norm": clip_numbers.get("clip_norm"),
+        "clip_value": clip_numbers.get("clip_value"),
+        "loss_scale": clip_numbers.get("loss_scale"),
         "skip_nonfinite": step.finite,
     }
 
@@ -186,8 +186,8 @@ def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
 
 def _gradients(variant: VariantSpec) -> list[str]:
     """The inputs and parameters that a module's variant has gradients of."""
-    found = [g.of.partition(":") for g in variant.backward.gradients] if variant.backward else []
-    return [variant.inputs[int(where)].name if kind == "input" else where for kind, _, where in found]
+    targets = [g.of.partition(":") for g in variant.backward.gradients] if variant.backward else []
+    return [variant.inputs[int(key)].name if kind == "input" else key for kind, _, key in targets]
 
 
 def _structure(structure: StructureSpec) -> dict[str, Any]:

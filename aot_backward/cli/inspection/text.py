@@ -24,8 +24,8 @@ def print_description(d: dict[str, Any]) -> None:
     say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none next to the package")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     say(f"weights: {len(weights['tensors'])} tensors, {stored}")
-    for what, note in d["notes"].items():
-        say(f"{what}: {note}")
+    for topic, note in d["notes"].items():
+        say(f"{topic}: {note}")
     for operator, by in d["operators"].items():
         say(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
     names = [t["name"] or t["device"] for t in targets]
@@ -77,8 +77,8 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
     _show_conditions(v["guards"], v["ambient"], "    ")
     if v["gradients"]:
         names = v["gradients"] if len(v["gradients"]) <= 8 else [*v["gradients"][:7], f"{len(v['gradients']) - 7} more"]
-        again = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
-        say(f"    gradients of {', '.join(names)}{again}")
+        suffix = "" if v["order"] == 1 else f", differentiable up to order {v['order']}"
+        say(f"    gradients of {', '.join(names)}{suffix}")
     for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
         say(f"    compared with eager{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
     if v["speed"]:
@@ -89,20 +89,20 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
 
 def _show_step(s: dict[str, Any]) -> None:
     state, gradients = s["state"], s["gradients"]
-    made = "after steps made before the export" if s["steps_made_at_export"] else "before its first step"
-    say(f"  optimizer {s['optimizer']}, {made}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
+    origin = "after steps made before the export" if s["steps_made_at_export"] else "before its first step"
+    say(f"  optimizer {s['optimizer']}, {origin}; {count(state['tensors'], 'tensor')} of state, {size(state['bytes'])}")
     for i, group in enumerate(s["groups"]):
         _show_group(i, len(group["parameters"]), group, "  ")
-    for key, what in (("clip_norm", "norm"), ("clip_value", "elements")):
+    for key, quantity in (("clip_norm", "norm"), ("clip_value", "elements")):
         if s[key] is not None:
-            say(f"  clips the gradients' {what} at {s[key]:g}")
+            say(f"  clips the gradients' {quantity} at {s[key]:g}")
     if s["loss_scale"] is not None:
         say(f"  scales the loss as torch.amp.GradScaler does, starting at {s['loss_scale']:g}")
     if s["skip_nonfinite"]:
         say("  skips an update if the gradients have Inf or NaN")
     if s["gradients_can_wait"]:
-        kept = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
-        say(f"  gradients can be accumulated (update=False, several processes): {kept}")
+        buffers = f"{count(gradients['tensors'], 'tensor')}, {size(gradients['bytes'])}"
+        say(f"  gradients can be accumulated (update=False, several processes): {buffers}")
     else:
         say("  gradients cannot be accumulated: every call is an update, in one process")
 
@@ -131,9 +131,9 @@ def _show_compared(code: dict[str, Any], targets: list[str]) -> None:
 
 
 def _show_group(number: int, parameters: int, group: dict[str, Any], indent: str) -> None:
-    moved = {n["name"].partition("[")[0] for n in group["numbers"]}
+    names = {n["name"].partition("[")[0] for n in group["numbers"]}
     numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
-    fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in moved)
+    fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in names)
     say(f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may change'}")
     if fixed:
         say(f"{indent}  fixed: {fixed}")

@@ -46,8 +46,8 @@ class Commands(click.Group):
             click.echo(error.format_message(), err=True)
             code = USAGE
         except click.ClickException as error:
-            where = getattr(error, "ctx", None)  # only usage errors know their command
-            hint = f" ({where.command_path} --help shows how)" if where is not None else ""
+            context = getattr(error, "ctx", None)  # only usage errors know their command
+            hint = f" ({context.command_path} --help shows how)" if context is not None else ""
             code = _report(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
         except ScriptInterrupted:
             sys.excepthook = lambda *_: None

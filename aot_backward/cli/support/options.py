@@ -19,8 +19,8 @@ def import_option(command: Callable[..., Any]) -> Callable[..., Any]:
             return
         from aot_backward_runtime.operators import import_modules
 
-        if (here := str(Path.cwd())) not in sys.path:  # the console script's own path begins with the folder of the script
-            sys.path.append(here)
+        if (folder := str(Path.cwd())) not in sys.path:  # the console script's own path begins with the folder of the script
+            sys.path.append(folder)
         import_modules(names)
 
     text = "Import this module first, such as one that registers operators which the package calls. May be given several times."

@@ -22,11 +22,11 @@ def shown() -> Iterator[Progress]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bars = Bars(*columns, console=Console(stderr=True), transient=True)
     running: dict[str, TaskID] = {}
-    with contextlib.ExitStack() as drawn:
+    with contextlib.ExitStack() as stack:
 
         def say(stage: str, done: int, total: int) -> None:
             if not bars.live.is_started:  # while bars are drawn they catch what is printed, and a script that is recorded prints before the first
-                drawn.enter_context(bars)
+                stack.enter_context(bars)
             if stage not in running:
                 running[stage] = bars.add_task(stage, total=total)
             bars.update(running[stage], completed=done, total=total)

@@ -51,9 +51,9 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     for why, variants in added.contents.untimed.items():
         yield f"{variants} of {count(len(added.contents.variants), 'kind')} of passes {'was' if variants == 1 else 'were'} {why}"
     if added.seldom:
-        seen = "once" if session.min_seen == 2 else f"less than {session.min_seen} times"
-        are, them = ("is", "it") if added.seldom == 1 else ("are", "them")
-        yield f"{count(added.seldom, 'structure')} seen {seen} {are} left out (--min-seen 1 compiles {them})"
+        frequency = "once" if session.min_seen == 2 else f"less than {session.min_seen} times"
+        verb, pronoun = ("is", "it") if added.seldom == 1 else ("are", "them")
+        yield f"{count(added.seldom, 'structure')} seen {frequency} {verb} left out (--min-seen 1 compiles {pronoun})"
     if added.unfinished:
         why = "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
         yield f"{count(added.unfinished, 'structure')} left out: {why}"

@@ -75,12 +75,12 @@ def _found(name: str) -> tuple[ModuleSpec, CodeType]:
 
 def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the argument ``script``, a :class:`Script`, and the option ``max_structures``."""
-    most = click.option(
+    option = click.option(
         "--max-structures", type=click.IntRange(min=1), metavar="N",
         help="After N structures that the package does not hold, run further ones in eager.  [default: 128]",
     )  # fmt: skip
     words = "TRAIN.py | -m MODULE [ARGS]…"
-    return most(click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(command))
+    return option(click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(command))
 
 
 def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Script:
@@ -163,11 +163,11 @@ def _exit_code(end: SystemExit) -> int:
     return FAILED
 
 
-def _drop_own_frames(error: BaseException, seen: set[int]) -> None:
+def _drop_own_frames(error: BaseException, visited: set[int]) -> None:
     """Remove our frames from the tracebacks of ``error``, its causes and its contexts."""
-    if id(error) in seen:
+    if id(error) in visited:
         return
-    seen.add(id(error))
+    visited.add(id(error))
     steps = []
     step = error.__traceback__
     while step is not None:
@@ -175,14 +175,14 @@ def _drop_own_frames(error: BaseException, seen: set[int]) -> None:
         step = step.tb_next
     while steps and _home(steps[0]) in _STARTS:
         del steps[0]
-    kept: TracebackType | None = None
+    frames: TracebackType | None = None
     for step in reversed(steps):
         if _home(step) not in _OURS:
-            kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
-    error.__traceback__ = kept
-    for other in (error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())):
-        if other is not None:
-            _drop_own_frames(other, seen)
+            frames = TracebackType(frames, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    error.__traceback__ = frames
+    for cause in (error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())):
+        if cause is not None:
+            _drop_own_frames(cause, visited)
 
 
 def _home(step: TracebackType) -> str:

@@ -15,8 +15,8 @@ def say(text: str, *, err: bool = False) -> None:
 
     Unescaped, names in a package could move the cursor, change colours or reverse the direction of the text."""
     encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
-    shown = visible(text.removeprefix("\n")).encode(encoding, "backslashreplace").decode(encoding)
-    click.echo(f"\n{shown}" if text.startswith("\n") else shown, err=err)
+    printable = visible(text.removeprefix("\n")).encode(encoding, "backslashreplace").decode(encoding)
+    click.echo(f"\n{printable}" if text.startswith("\n") else printable, err=err)
 
 
 def say_json(value: Any, indent: int | None = 2) -> None:
@@ -39,10 +39,10 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
         from rich.markup import escape
         from rich.table import Table
 
-        drawn = Table(*map(escape, header), title=escape(title), title_justify="left")
+        grid = Table(*map(escape, header), title=escape(title), title_justify="left")
         for row in cells:
-            drawn.add_row(*map(escape, row))
-        Console().print(drawn)
+            grid.add_row(*map(escape, row))
+        Console().print(grid)
         return
     widths = [max(len(r[i]) for r in [list(header), *cells]) for i in range(len(header))]
     say(f"\n{title}")
@@ -55,6 +55,6 @@ def size(number: int) -> str:
     return f"{number} B" if number < 1000 else f"{number / 1e3:.1f} kB" if number < 1e6 else f"{number / 1e6:.2f} MB"
 
 
-def count(number: int, what: str, several: str = "") -> str:
+def count(number: int, noun: str, several: str = "") -> str:
     """``3 nodes``, ``1 node``. ``several``: the plural, where it does not end in s."""
-    return f"{number} {what if number == 1 else several or what + 's'}"
+    return f"{number} {noun if number == 1 else several or noun + 's'}"

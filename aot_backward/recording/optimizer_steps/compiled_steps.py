@@ -85,12 +85,12 @@ def _artifacts(
     try:
         return compile.compile_graphs([t.graph for t in traced], folder=together, fake_mode=mode, target=name, progress=say)
     except ExportError:
-        found: dict[str, Artifact] = {}
+        artifacts: dict[str, Artifact] = {}
         for step in traced:
-            (alone := folder / step.graph.name).mkdir()
+            (step_folder := folder / step.graph.name).mkdir()
             with _left_out(step.words, skipped):
-                found |= compile.compile_graphs([step.graph], folder=alone, fake_mode=mode, target=name, progress=say)
-        return found
+                artifacts |= compile.compile_graphs([step.graph], folder=step_folder, fake_mode=mode, target=name, progress=say)
+        return artifacts
 
 
 def _finished(step: TracedStep | TracedClipping, artifact: Artifact, target: str, tune: str) -> CompiledStep:
@@ -106,8 +106,8 @@ def _finished(step: TracedStep | TracedClipping, artifact: Artifact, target: str
 def slower(spec: UpdateSpec | ClippingSpec) -> str:
     """Return the times of a step that is not faster when compiled, as text."""
     times: Mapping[str, float] = spec.speed.means if spec.speed is not None else {}
-    what = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
-    return f"{what}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"
+    prefix = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
+    return f"{prefix}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"
 
 
 def _name(spec: UpdateSpec | ClippingSpec) -> str:

@@ -24,18 +24,18 @@ log = logging.getLogger("aot_backward")
 def in_place_graph(
     name: str,
     module: torch.fx.GraphModule,
-    written: Sequence[torch.fx.Node],
+    targets: Sequence[torch.fx.Node],
     values: Sequence[torch.fx.Node],
     result: torch.fx.Node,
     operands: Sequence[str],
     result_name: str,
     mode: Any,
 ) -> Graph:
-    """Return ``module`` as a graph that writes ``values`` to the placeholders ``written``, and returns ``result``. ``operands``: the placeholders'
+    """Return ``module`` as a graph that writes ``values`` to the placeholders ``targets``, and returns ``result``. ``operands``: the placeholders'
     names in messages."""
     output = fx_graph.output_of(module.graph)
     with module.graph.inserting_before(result), mode:
-        for target, new in zip(written, values, strict=True):
+        for target, new in zip(targets, values, strict=True):
             if new is not target:
                 call(module.graph, torch.ops.aten.copy_.default, target, new)
     output.args, output.meta = ((result,),), {}
@@ -55,7 +55,7 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target: str) -> Speed | None:
     """Time ``ways``, "eager" and "compiled", each a whole call as a script makes it. Return None if they cannot be timed."""
     try:
-        with stopwatch.on_free_processors() as (threads, others):
+        with stopwatch.on_free_processors() as (threads, other_threads):
             times = stopwatch.microseconds(ways, SECONDS)
     except RuntimeError as error:  # a failed timing does not make the code wrong
         log.info("%s could not be timed: %s", name, error)
@@ -69,5 +69,5 @@ def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target
         tune=tune,
         target=target,
         torch=torch.__version__,
-        others=others,
+        others=other_threads,
     )

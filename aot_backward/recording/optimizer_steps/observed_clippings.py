@@ -39,7 +39,7 @@ class ObservedClippings:
     @property
     def repeated(self) -> dict[str, ObservedClipping]:
         """The kinds that came more than once, which are compiled, by digest."""
-        return {hashlib.sha256(repr(look).encode()).hexdigest(): kind for look, kind in self.kinds.items() if kind.example is not None}
+        return {hashlib.sha256(repr(key).encode()).hexdigest(): kind for key, kind in self.kinds.items() if kind.example is not None}
 
     def observe(self, kind: Kind, gradients: Sequence[torch.Tensor], limit: float, line: str) -> None:
         """Note a call before eager clips."""
@@ -51,13 +51,13 @@ class ObservedClippings:
             if len(self.refused) < _MAX_KINDS:
                 self.refused[f"{kind[0]} called at {line}"] = str(error)
             return
-        look = (kind, *((str(g.dtype), tuple(g.shape), g.stride()) for g in gradients))
-        if look not in self.kinds and len(self.kinds) >= _MAX_KINDS:
+        key = (kind, *((str(g.dtype), tuple(g.shape), g.stride()) for g in gradients))
+        if key not in self.kinds and len(self.kinds) >= _MAX_KINDS:
             return
-        seen = self.kinds.setdefault(look, ObservedClipping(kind, line))
-        seen.count += 1
-        if seen.count > 1 and seen.example is None:
-            seen.example = [g.detach().clone() for g in gradients], limit
+        clipping = self.kinds.setdefault(key, ObservedClipping(kind, line))
+        clipping.count += 1
+        if clipping.count > 1 and clipping.example is None:
+            clipping.example = [g.detach().clone() for g in gradients], limit
 
 
 def _refuse_odd(gradient: torch.Tensor) -> None:

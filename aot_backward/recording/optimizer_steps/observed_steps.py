@@ -71,14 +71,14 @@ class ObservedSteps:
         if number > _FIRST_STEPS and number % _EVERY_STEPS:
             return
         try:
-            look = _look(optimizer)
+            key = _look(optimizer)
         except (InputError, TypeError, ValueError) as error:
             if len(self.refused) < _MAX_KINDS:
                 self.refused[f"{type(optimizer).__qualname__}, step called at {line}"] = str(error)
             return
-        if look is None:
+        if key is None:
             return
-        digest = hashlib.sha256(look.encode()).hexdigest()
+        digest = hashlib.sha256(key.encode()).hexdigest()
         if digest not in self.kinds and len(self.kinds) >= _MAX_KINDS:
             return
         kind = self.kinds.setdefault(digest, ObservedStep(name_of(type(optimizer)), line=line))
@@ -99,17 +99,17 @@ def _look(optimizer: torch.optim.Optimizer) -> str | None:
             raise InputError("differentiable=True makes the step part of the autograd graph")
         members: list[Any] = []
         for parameter in group["params"]:
-            gradient, own = parameter.grad, optimizer.state.get(parameter, {})
+            gradient, state = parameter.grad, optimizer.state.get(parameter, {})
             if gradient is None:
                 members.append(None)
                 continue
             any_gradient = True
-            tensors = [parameter, gradient, *(v for v in own.values() if isinstance(v, torch.Tensor))]
+            tensors = [parameter, gradient, *(v for v in state.values() if isinstance(v, torch.Tensor))]
             for tensor in tensors:
                 _refuse_odd(tensor)
-            if odd := [k for k, v in own.items() if v is not None and not isinstance(v, torch.Tensor)]:
-                raise InputError(f"state[…][{odd[0]!r}]: expected a tensor, got a value of type {type(own[odd[0]]).__name__}")
-            members.append([*map(_layout, tensors[:2]), {k: _layout(v) for k, v in own.items() if v is not None}])
+            if unsupported := [k for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)]:
+                raise InputError(f"state[…][{unsupported[0]!r}]: expected a tensor, got a value of type {type(state[unsupported[0]]).__name__}")
+            members.append([*map(_layout, tensors[:2]), {k: _layout(v) for k, v in state.items() if v is not None}])
         options = {k: plain(v) for k, v in group.items() if k in optimizer.defaults and not isinstance(plain(v), float)}
         groups.append([options, members])
     return json.dumps([name_of(type(optimizer)), groups], sort_keys=True) if any_gradient else None
@@ -134,8 +134,8 @@ def _layout(tensor: torch.Tensor) -> list[Any]:
 
 def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind on copies of its parameters, gradients and state."""
-    other = duplicate(optimizer)
-    other.param_groups, other.state = [], defaultdict(dict)
+    clone = duplicate(optimizer)
+    clone.param_groups, clone.state = [], defaultdict(dict)
     for group in optimizer.param_groups:
         options: Mapping[str, Any] = {k: copy.deepcopy(v) for k, v in group.items() if k in optimizer.defaults}
         members = []
@@ -143,10 +143,10 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             q = _with_strides(p).requires_grad_(p.requires_grad)
             q.grad = _with_strides(p.grad) if p.grad is not None else None
             if p in optimizer.state:
-                other.state[q] = {k: _with_strides(v) if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
+                clone.state[q] = {k: _with_strides(v) if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
             members.append(q)
-        other.param_groups.append({"params": members, **options})
-    return other
+        clone.param_groups.append({"params": members, **options})
+    return clone
 
 
 def _with_strides(tensor: torch.Tensor) -> torch.Tensor:

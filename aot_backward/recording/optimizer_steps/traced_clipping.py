@@ -50,10 +50,10 @@ class TracedClipping:
         module.graph.set_codegen(torch.fx.CodeGen())  # flat arguments
         sixteen_bits.mark_all_rounded(module)
         *values, result = fx_graph.results_of(module)
-        written = list(module.graph.find_nodes(op="placeholder"))[:-1]
+        placeholders = list(module.graph.find_nodes(op="placeholder"))[:-1]
         names = [*(f"gradient {i}" for i in range(len(gradients))), "numbers"]
         result_name = f"norm of order {norm_type}" if function == NORM else "nothing, clipped by value"  # readers of 1.13 and 1.14 compare it
-        self.graph = in_place_graph(name, module, written, values, result, names, result_name, mode)
+        self.graph = in_place_graph(name, module, placeholders, values, result, names, result_name, mode)
 
     def _clipped(self, gradients: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[torch.Tensor]:
         """Return the clipped gradients, and the result, as eager computes them."""
@@ -63,8 +63,8 @@ class TracedClipping:
             return [*(torch.minimum(torch.maximum(g, a), b) for g, a, b in zip(gradients, low, high, strict=True)), numbers[1].clone()]
         total = self._total_norm(gradients)
         coefficient = torch.clamp(limit.to(total.dtype) / (total + _NORM_EPSILON), max=1.0)
-        kept = (numbers[1] != 0) & ~torch.isfinite(total)
-        coefficient = torch.where(kept, torch.ones_like(coefficient), coefficient)
+        skip_mask = (numbers[1] != 0) & ~torch.isfinite(total)
+        coefficient = torch.where(skip_mask, torch.ones_like(coefficient), coefficient)
         return [*((g * coefficient).to(g.dtype) for g in gradients), total.clone()]
 
     def _total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -82,21 +82,21 @@ class TracedClipping:
         """Compare with eager at the recorded limit, at one that changes every gradient, at one that changes none, and with a gradient that is Inf."""
         clipping, worst, name = CompiledClipping(self.spec, library), 0.0, ""
         size = norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in self._gradients]))
-        filled = [g for g in self._gradients if g.numel()]
-        largest = max((float(g.abs().max()) for g in filled), default=0.0)
-        spoilt = [g.clone() for g in self._gradients]
-        for gradient in [g for g in spoilt if g.numel()][:1]:
+        tensors = [g for g in self._gradients if g.numel()]
+        largest = max((float(g.abs().max()) for g in tensors), default=0.0)
+        nonfinite = [g.clone() for g in self._gradients]
+        for gradient in [g for g in nonfinite if g.numel()][:1]:
             gradient[(0,) * gradient.dim()] = torch.inf
         for gradients, limit in (
             *((self._gradients, x) for x in (self._limit, (size if self.spec.function == NORM else largest) / 4, 2 * size + 1.0)),
-            (spoilt, self._limit),
+            (nonfinite, self._limit),
         ):
-            eager, ours = ([g.clone() for g in gradients] for _ in range(2))
-            wanted = self._call(_holders(eager), limit)
-            found = clipping.bind(ours).run(ours, limit, False)
-            pairs = [(f"gradient {i}", a, e) for i, (a, e) in enumerate(zip(ours, eager, strict=True))]
+            eager, compiled = ([g.clone() for g in gradients] for _ in range(2))
+            eager_norm = self._call(_holders(eager), limit)
+            result_norm = clipping.bind(compiled).run(compiled, limit, False)
+            pairs = [(f"gradient {i}", a, e) for i, (a, e) in enumerate(zip(compiled, eager, strict=True))]
             largest_norm = max(norm(e) for e in eager)
-            for label, a, e in [*pairs, *([("the norm", found, wanted)] if wanted is not None else [])]:
+            for label, a, e in [*pairs, *([("the norm", result_norm, eager_norm)] if eager_norm is not None else [])]:
                 tolerance = Tolerance.of_result(e.dtype, largest_norm, None)
                 same = torch.equal(torch.isfinite(a), torch.isfinite(e)) and torch.equal(a.isnan(), e.isnan())
                 ratio = compare(label, a, e, tolerance).ratio if same else float("inf")
@@ -113,10 +113,10 @@ class TracedClipping:
         return None
 
     def _speed(self, library: Library, tune: str, target: str) -> Any:
-        holders, ours = _holders([g.clone() for g in self._gradients]), [g.clone() for g in self._gradients]
+        holders, compiled = _holders([g.clone() for g in self._gradients]), [g.clone() for g in self._gradients]
         kind = (self.spec.function, self.spec.norm_type)
         table, met = CompiledTable([(kind, CompiledClipping(self.spec, library))]), Met(kind)
-        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(met, ours, self._limit, False)}
+        ways = {"eager": lambda: self._call(holders, self._limit), "compiled": lambda: table.run(met, compiled, self._limit, False)}
         return timed(self.spec.library, ways, tune, target)
 
 

@@ -37,10 +37,10 @@ class TracedStep:
         self.words = kind.words
         optimized = _inspected(self._example)
         parameters = {optimized.names[id(p)]: p for g in self._example.param_groups for p in g["params"]}
-        trained = [parameters[n] for n in optimized.trained]
+        trained_parameters = [parameters[n] for n in optimized.trained]
         with mode:
-            fake = [mode.from_tensor(p.detach()) for p in trained]
-            gradients = [mode.from_tensor(p.grad) for p in trained]
+            fake = [mode.from_tensor(p.detach()) for p in trained_parameters]
+            gradients = [mode.from_tensor(p.grad) for p in trained_parameters]
         update = optimizer_graph.trace(optimized, gradients, fake, mode, Settings())
         self.spec = UpdateSpec(
             optimizer=optimized.name,
@@ -85,10 +85,10 @@ def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Grap
         results = [node for part in results for node in part]
     placeholders = list(module.graph.find_nodes(op="placeholder"))
     with module.graph.inserting_before(fx_graph.output_of(module.graph)), mode:
-        one = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
-        result = call(module.graph, torch.ops.aten.clone.default, one)
-    written = placeholders[len(spec.trained) : -1]
-    return in_place_graph(spec.library, module, written, results, result, _operand_names(spec), _result_name(spec), mode)
+        element = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
+        result = call(module.graph, torch.ops.aten.clone.default, element)
+    targets = placeholders[len(spec.trained) : -1]
+    return in_place_graph(spec.library, module, targets, results, result, _operand_names(spec), _result_name(spec), mode)
 
 
 def _operand_names(spec: UpdateSpec) -> list[str]:
@@ -100,33 +100,33 @@ def _operand_names(spec: UpdateSpec) -> list[str]:
 
 def _result_name(spec: UpdateSpec) -> str:
     """Return the name of the library's result. Readers of formats 1.11 to 1.14 compare this digest."""
-    stated = [spec.optimizer, spec.trained, [*map(dataclasses.astuple, spec.groups), *map(dataclasses.astuple, spec.numbers)]]
-    return f"step {hashlib.sha256(json.dumps(stated).encode()).hexdigest()[:16]}"
+    fields = [spec.optimizer, spec.trained, [*map(dataclasses.astuple, spec.groups), *map(dataclasses.astuple, spec.numbers)]]
+    return f"step {hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]}"
 
 
 def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
     """Return ``spec`` with its verdict: compare a few steps, each from eager's state. Raise :class:`ExportError` if a change differs from eager's."""
-    eager, ours = copied(example), copied(example)
+    eager, compiled = copied(example), copied(example)
     update = CompiledUpdate(spec, library)
     worst, name = 0.0, ""
     for _ in range(_STEPS_COMPARED):
-        before = [(n, t.clone()) for n, t in _tensors(ours, spec)]
+        before = [(n, t.clone()) for n, t in _tensors(compiled, spec)]
         step_of(eager)(eager)
-        update.bind(ours).run(ours)
-        for (label, old), (_, found), (_, wanted) in zip(before, _tensors(ours, spec), _tensors(eager, spec), strict=True):
-            if not wanted.is_floating_point():
-                if not torch.equal(found, wanted):
+        update.bind(compiled).run(compiled)
+        for (label, old), (_, actual), (_, expected) in zip(before, _tensors(compiled, spec), _tensors(eager, spec), strict=True):
+            if not expected.is_floating_point():
+                if not torch.equal(actual, expected):
                     raise ExportError(f"{label} differs from eager's step")
                 continue
-            stored = float(torch.linalg.vector_norm(wanted.double()))
-            tolerance = Tolerance.of_change(wanted.dtype, stored, None, 0.0, reduced_precision=reduced_precision)
-            ratio = compare(label, found.double() - old.double(), wanted.double() - old.double(), tolerance).ratio
+            stored = float(torch.linalg.vector_norm(expected.double()))
+            tolerance = Tolerance.of_change(expected.dtype, stored, None, 0.0, reduced_precision=reduced_precision)
+            ratio = compare(label, actual.double() - old.double(), expected.double() - old.double(), tolerance).ratio
             if not ratio <= 1:
                 raise ExportError(f"{label} is wrong: it differs from eager's step by {ratio:.3g} times the tolerance")
             if ratio >= worst:
                 worst, name = ratio, label
             with torch.no_grad():
-                found.copy_(wanted)
+                actual.copy_(expected)
     return dataclasses.replace(spec, verdict=Verdict("verified", name, round(worst, 6)))
 
 
@@ -134,13 +134,13 @@ def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[s
     """Return the tensors that a step writes, by name: parameters, then state."""
     by_name = {f"{g}.{i}": p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     names = _operand_names(spec)[len(spec.trained) : -1]
-    found = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
-    return list(zip(names, found, strict=True))
+    tensors = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
+    return list(zip(names, tensors, strict=True))
 
 
 def _speed(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, tune: str, target: str) -> Speed | None:
     """Time whole steps on copies, each as a script calls it. Eager's keep the flags that the script set."""
-    eager, ours = copied(example), copied(example)
+    eager, compiled = copied(example), copied(example)
     table, met = CompiledTable([(spec.optimizer, CompiledUpdate(spec, library))]), Met(spec.optimizer)
-    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(met, ours)}
+    ways = {"eager": lambda: step_of(eager)(eager), "compiled": lambda: table.run(met, compiled)}
     return timed(spec.library, ways, tune, target)

@@ -37,18 +37,18 @@ def kernel_for(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, capability: tuple[int, int]
 ) -> Kernel:
     """Return the kernel for these (B, H, S, D) tensors. A condition that is unknown for a dynamic size counts as false."""
-    known = torch_api.statically_known_true
-    depth, half = query.shape[-1], query.dtype in _HALVES
-    equal_depths = known(key.shape[-1] == depth) and known(value.shape[-1] == depth)
+    is_true = torch_api.statically_known_true
+    depth, is_half = query.shape[-1], query.dtype in _HALVES
+    equal_depths = is_true(key.shape[-1] == depth) and is_true(value.shape[-1] == depth)
     # Flash attention's causal mask is aligned to the bottom right if there are more keys than queries; eager's to the top left.
-    square = not causal or known(query.shape[2] == key.shape[2])
+    is_square = not causal or is_true(query.shape[2] == key.shape[2])
     # its backward needs more shared memory than these GPUs have
-    narrow = capability not in ((8, 6), (8, 9)) or known(depth <= 192) or known(depth > 224)
-    if half and mask is None and equal_depths and known(depth <= 256) and square and narrow:
+    fits_memory = capability not in ((8, 6), (8, 9)) or is_true(depth <= 192) or is_true(depth > 224)
+    if is_half and mask is None and equal_depths and is_true(depth <= 256) and is_square and fits_memory:
         return "flash"
-    aligned = 8 if half else 4  # elements in 128 bits; with tensor cores, which half precision needs
-    fits = known(depth % aligned == 0) and known(value.shape[-1] % aligned == 0) and known(key.shape[-1] == depth)
-    if (half or query.dtype is torch.float32) and fits and (mask is None or mask.dtype is query.dtype):
+    alignment = 8 if is_half else 4  # elements in 128 bits; with tensor cores, which half precision needs
+    is_aligned = is_true(depth % alignment == 0) and is_true(value.shape[-1] % alignment == 0) and is_true(key.shape[-1] == depth)
+    if (is_half or query.dtype is torch.float32) and is_aligned and (mask is None or mask.dtype is query.dtype):
         return "efficient"
     return "math"
 
@@ -56,28 +56,30 @@ def kernel_for(
 def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) -> None:
     """Make the users of ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users lose their users.
     ``values``: the fake tensor of each existing node; new nodes are added."""
-    backward = node.target is BACKWARD
+    is_backward = node.target is BACKWARD
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if given.get("dropout_p"):
-        raise ExportError(f"{node.target} with dropout {given['dropout_p']} has no counterpart on a GPU: export on a GPU, target='cuda'")
-    causal, scale = bool(given.get("is_causal", False)), given.get("scale")
-    tensors: list[Node] = [given[n] for n in names if isinstance(given.get(n), Node) and n != "attn_mask"]
-    mask: Any = given.get("attn_mask")
-    query, key, value = (values[given[n]] for n in ("query", "key", "value"))
+    args = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if args.get("dropout_p"):
+        raise ExportError(f"{node.target} with dropout {args['dropout_p']} has no counterpart on a GPU: export on a GPU, target='cuda'")
+    causal, scale = bool(args.get("is_causal", False)), args.get("scale")
+    tensors: list[Node] = [args[n] for n in names if isinstance(args.get(n), Node) and n != "attn_mask"]
+    mask: Any = args.get("attn_mask")
+    query, key, value = (values[args[n]] for n in ("query", "key", "value"))
     kernel = kernel_for(query, key, value, None if mask is None else values[mask], causal, capability)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])  # before the padding
-    function = (_BACKWARD if backward else _FORWARD)[kernel]
-    like = node.meta["val"]
+    function = (_BACKWARD if is_backward else _FORWARD)[kernel]
+    outputs = node.meta["val"]
 
     def called(*operands: torch.Tensor) -> _Tensors:
-        own, bias = (operands, None) if mask is None else (operands[:-1], operands[-1])
-        return tuple(with_strides(made.to(wanted.dtype), wanted) for made, wanted in zip(function(*own, bias, causal, scale), like, strict=True))
+        inputs, bias = (operands, None) if mask is None else (operands[:-1], operands[-1])
+        return tuple(
+            with_strides(result.to(output.dtype), output) for result, output in zip(function(*inputs, bias, causal, scale), outputs, strict=True)
+        )
 
-    results, made = spliced(node, called, [*tensors, *([] if mask is None else [mask])], values)
-    values |= made
-    values[node] = tuple(made.get(result, values.get(result)) for result in results)
+    results, new_values = spliced(node, called, [*tensors, *([] if mask is None else [mask])], values)
+    values |= new_values
+    values[node] = tuple(new_values.get(result, values.get(result)) for result in results)
     for user in node.users:
         assert user.target is operator.getitem
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
@@ -85,8 +87,8 @@ def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) ->
 
 def _flash_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, causal: bool, scale: float) -> _Tensors:
     depth = query.shape[-1]
-    padded = (_padded(t, 8) for t in (query, key, value))
-    out, logs, *_ = aten._scaled_dot_product_flash_attention.default(*padded, 0.0, causal, False, scale=scale)
+    operands = (_padded(t, 8) for t in (query, key, value))
+    out, logs, *_ = aten._scaled_dot_product_flash_attention.default(*operands, 0.0, causal, False, scale=scale)
     return out[..., :depth], logs
 
 
@@ -103,10 +105,10 @@ def _flash_backward(
 ) -> _Tensors:
     depth = query.shape[-1]
     seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # unused without dropout
-    unused = torch.empty(0, dtype=torch.uint64, device=query.device)
-    padded = (_padded(t, 8) for t in (grad, query, key, value, out))
+    offset = torch.empty(0, dtype=torch.uint64, device=query.device)
+    operands = (_padded(t, 8) for t in (grad, query, key, value, out))
     lengths = (None, None, query.shape[2], key.shape[2])
-    grads = aten._scaled_dot_product_flash_attention_backward.default(*padded, logs.contiguous(), *lengths, 0.0, causal, seed, unused, scale=scale)
+    grads = aten._scaled_dot_product_flash_attention_backward.default(*operands, logs.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
     return tuple(g[..., :depth] for g in grads)
 
 
@@ -130,7 +132,7 @@ def _efficient_backward(
     causal: bool,
     scale: float,
 ) -> _Tensors:
-    heads, few, rows, columns = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    heads, kv_heads, rows, columns = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
     key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
     # kernel_forward.h pads to a multiple of kAlignLSE rows with infinity: their probabilities become zeros
     logs = nn.functional.pad(logs.contiguous(), (0, _lacking(rows, 32)), value=math.inf)
@@ -138,8 +140,8 @@ def _efficient_backward(
     grads = aten._scaled_dot_product_efficient_attention_backward.default(
         grad, query, key, value, bias, out, logs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
     )
-    of_key, of_value = (_summed(_first(g, columns, 2), few) for g in grads[1:3])
-    return grads[0], of_key, of_value
+    grad_key, grad_value = (_summed(_first(g, columns, 2), kv_heads) for g in grads[1:3])
+    return grads[0], grad_key, grad_value
 
 
 def _math_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> _Tensors:
@@ -161,14 +163,14 @@ def _math_backward(
 ) -> _Tensors:
     """Compute the backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are recomputed from the scores: torch
     declares the saved logarithms as float32, which would lose half the digits of float64."""
-    heads, few, dtype = query.shape[1], key.shape[1], query.dtype
+    heads, kv_heads, dtype = query.shape[1], key.shape[1], query.dtype
     key, value = _repeated(key, heads), _repeated(value, heads)
     weights, _ = _weights(query, key, mask, causal, scale)
     query, key, value, grad, out = map(_wide, (query, key, value, grad, out))
-    of_value = weights.transpose(-2, -1) @ grad
-    of_scores = weights * (grad @ value.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * scale
-    of_query, of_key = of_scores @ key, of_scores.transpose(-2, -1) @ query
-    return of_query.to(dtype), _summed(of_key, few).to(dtype), _summed(of_value, few).to(dtype)
+    grad_value = weights.transpose(-2, -1) @ grad
+    grad_scores = weights * (grad @ value.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * scale
+    grad_query, grad_key = grad_scores @ key, grad_scores.transpose(-2, -1) @ query
+    return grad_query.to(dtype), _summed(grad_key, kv_heads).to(dtype), _summed(grad_value, kv_heads).to(dtype)
 
 
 _FORWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_forward, "efficient": _efficient_forward, "math": _math_forward}
@@ -181,14 +183,14 @@ def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, 
     if mask is not None:
         scores = scores + mask
     if causal:
-        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        scores = torch.where(allowed, scores, -math.inf)
-    most = scores.amax(-1, keepdim=True)
-    most = torch.where(most == -math.inf, 0.0, most)
-    weights = (scores - most).exp()
+        causal_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        scores = torch.where(causal_mask, scores, -math.inf)
+    row_max = scores.amax(-1, keepdim=True)
+    row_max = torch.where(row_max == -math.inf, 0.0, row_max)
+    weights = (scores - row_max).exp()
     total = weights.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
-    return weights / total, (most + total.log()).squeeze(-1)
+    return weights / total, (row_max + total.log()).squeeze(-1)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,8 +205,8 @@ def _lacking(size: Any, multiple: int) -> Any:
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     """Append zeros to the last dimension, up to a multiple."""
-    lacking = _lacking(tensor.shape[-1], multiple)
-    return nn.functional.pad(tensor, (0, lacking)) if lacking else tensor
+    padding = _lacking(tensor.shape[-1], multiple)
+    return nn.functional.pad(tensor, (0, padding)) if padding else tensor
 
 
 def _with_bias(
@@ -218,14 +220,14 @@ def _with_bias(
     if mask is None:
         return key, value, None
     columns = key.shape[2]
-    lacking = _lacking(columns, 8)
-    behind: list[Any] = [0, lacking]
+    padding = _lacking(columns, 8)
+    pads: list[Any] = [0, padding]
     mask = mask.expand(*mask.shape[:-1], columns)
-    if isinstance(lacking, torch.SymInt):
-        mask = nn.functional.pad(mask, behind, value=-math.inf)
-        key, value = (nn.functional.pad(t, [0, 0, *behind]) for t in (key, value))
-    elif lacking:
-        mask = nn.functional.pad(mask, behind)[..., :columns]
+    if isinstance(padding, torch.SymInt):
+        mask = nn.functional.pad(mask, pads, value=-math.inf)
+        key, value = (nn.functional.pad(t, [0, 0, *pads]) for t in (key, value))
+    elif padding:
+        mask = nn.functional.pad(mask, pads)[..., :columns]
     return key, value, mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -238,10 +240,10 @@ def _first(tensor: torch.Tensor, count: Any, dim: int) -> torch.Tensor:
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeat the heads to one for each of the query's (grouped-query attention)."""
-    few = tensor.shape[1]
-    return tensor if few == heads else tensor.repeat_interleave(heads // few, dim=1)
+    kv_heads = tensor.shape[1]
+    return tensor if kv_heads == heads else tensor.repeat_interleave(heads // kv_heads, dim=1)
 
 
-def _summed(grad: torch.Tensor, few: int) -> torch.Tensor:
-    """Return the gradient for the ``few`` heads that :func:`_repeated` repeated."""
-    return grad if grad.shape[1] == few else grad.unflatten(1, (few, grad.shape[1] // few)).sum(2)
+def _summed(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return the gradient for the ``kv_heads`` heads that :func:`_repeated` repeated."""
+    return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, grad.shape[1] // kv_heads)).sum(2)

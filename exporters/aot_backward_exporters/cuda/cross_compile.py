@@ -45,8 +45,10 @@ def check(target: str) -> Device:
     except ImportError as error:
         raise ExportError(f"target {target} needs triton, which is not installed: {install}") from error
     if TESTED.get(torch_api.minor()) != ".".join(triton.__version__.split(".")[:2]):
-        tested = ", ".join(f"torch {t} with triton {v}" for t, v in TESTED.items())
-        raise ExportError(f"target {target} is tested with {tested}; this is torch {torch.__version__} with triton {triton.__version__}: {install}")
+        tested_pairs = ", ".join(f"torch {t} with triton {v}" for t, v in TESTED.items())
+        raise ExportError(
+            f"target {target} is tested with {tested_pairs}; this is torch {torch.__version__} with triton {triton.__version__}: {install}"
+        )
     cuda_home()
     return DEVICES[arch]
 
@@ -80,10 +82,10 @@ def _forget() -> None:
     """Empty torch's caches of device properties."""
     from torch._inductor import utils
     from torch._inductor.runtime import hints
-    from torch.utils import _triton as found
+    from torch.utils import _triton as triton_utils
 
     hints.DeviceProperties.create.cache_clear()
-    for module in (utils, hints, found):
+    for module in (utils, hints, triton_utils):
         for value in vars(module).values():
             if callable(clear := getattr(value, "cache_clear", None)):
                 clear()
@@ -116,8 +118,8 @@ def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
     }
     stack.enter_context(patched(torch.cuda, **answers))
     interface = device_interface.CudaInterface
-    same = ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported", "is_available")
-    methods = {name: answers[name] for name in same}
+    names = ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported", "is_available")
+    methods = {name: answers[name] for name in names}
     methods |= {"exchange_device": answers["_exchange_device"], "maybe_exchange_device": answers["_maybe_exchange_device"]}
     methods["get_compute_capability"] = lambda device=None: device_number(properties)
     stack.enter_context(patched(interface, **{name: staticmethod(method) for name, method in methods.items()}))
@@ -153,9 +155,9 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(kernel)
                 file.flush()
-                said = subprocess.run([objdump, "-res-usage", file.name], capture_output=True, text=True).stdout
-            found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-            registers, spills = (int(found[1]), int(found[2]) // 4) if found else (32, 0)
+                output = subprocess.run([objdump, "-res-usage", file.name], capture_output=True, text=True).stdout
+            usage = re.search(r"REG:(\d+) STACK:(\d+)", output)
+            registers, spills = (int(usage[1]), int(usage[2]) // 4) if usage else (32, 0)
             return None, 0, registers, spills, 1024
 
         def __getattr__(self, name: str) -> Any:

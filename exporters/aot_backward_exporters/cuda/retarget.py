@@ -31,7 +31,7 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=onto) if isinstance(value, torch.Tensor) else value
 
     values: dict[Node, Any] = {}
-    constants, replaced = {}, []
+    constants, attention_nodes = {}, []
     with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher():
         for node in list(module.graph.nodes):
             if node.op == "placeholder":
@@ -42,7 +42,7 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
                 constants[str(node.target)] = (key, node.meta["val"])
             elif node.target in (attention.FORWARD, attention.BACKWARD):
                 attention.replace(node, values, (device.major, device.minor))
-                replaced.append(node)
+                attention_nodes.append(node)
                 continue
             elif node.op == "call_function":
                 if node.kwargs.get("device") is not None:
@@ -54,9 +54,9 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 node.meta["val"] = node.target(*args, **kwargs)
             values[node] = node.meta.get("val")
-    for node in replaced:
-        for dead in (*node.users, node):
-            module.graph.erase_node(dead)
+    for node in attention_nodes:
+        for old_node in (*node.users, node):
+            module.graph.erase_node(old_node)
     _restore_strides(graph, module, values, fake_mode)
     for name, (_, tensor) in constants.items():
         delattr(module, name)
@@ -70,14 +70,14 @@ def _restore_strides(graph: Graph, module: GraphModule, values: dict[Node, Any],
     output = next(iter(module.graph.find_nodes(op="output")))
     results = list(output.args[0])
     for i, (before, after) in enumerate(zip(_results(graph.module), results, strict=True)):
-        if not isinstance(after, Node) or (wanted := before.meta["val"]).stride() == values[after].stride():
+        if not isinstance(after, Node) or (expected := before.meta["val"]).stride() == values[after].stride():
             continue
         with fake_mode:
-            (results[i],), made = spliced(output, functools.partial(_copied, wanted), [after], values)
-        values |= made
-        if values[results[i]].stride() != wanted.stride():
+            (results[i],), new_values = spliced(output, functools.partial(_copied, expected), [after], values)
+        values |= new_values
+        if values[results[i]].stride() != expected.stride():
             raise ExportError(
-                f"{graph.name}: {after.target}: expected strides {list(wanted.stride())}, as on the CPU, got {list(values[after].stride())} on a "
+                f"{graph.name}: {after.target}: expected strides {list(expected.stride())}, as on the CPU, got {list(values[after].stride())} on a "
                 "GPU. Make its result contiguous in the program"
             )
     output.args = (tuple(results),)

@@ -21,17 +21,17 @@ from ..toolchain.gcc import compiler
 @functools.cache
 def cuda_home() -> Path:
     """Return the CUDA toolkit's folder. The host code includes its headers."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    root = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc")
-    places = [Path(named)] if named else []
+    candidates = [Path(root)] if root else []
     if nvcc:
-        said = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
-        found = re.search(r"TOP=(\S+)", said)
-        places += [Path(found[1])] if found else []
-    places.append(Path("/usr/local/cuda"))
-    for place in places:
-        if (place / "include" / "cuda.h").is_file():
-            return place.resolve()
+        output = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+        match = re.search(r"TOP=(\S+)", output)
+        candidates += [Path(match[1])] if match else []
+    candidates.append(Path("/usr/local/cuda"))
+    for candidate in candidates:
+        if (candidate / "include" / "cuda.h").is_file():
+            return candidate.resolve()
     raise ExportError("target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME")
 
 

@@ -32,10 +32,10 @@ def _prepared(
         raise ExportError.of(operator, f"{operator} draws random numbers, and ONNX cannot draw eager's: set the attention's dropout to 0")
     if q.shape[1] != k.shape[1]:
         raise ExportError.of(operator, f"{operator} with fewer heads of keys than of queries has no ONNX translation: repeat the keys' heads")
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if mask is not None and mask.dtype is not torch.bool:
-        mask = mask.to(wide)
-    return [t.to(wide) for t in (q, k, v)], mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        mask = mask.to(dtype)
+    return [t.to(dtype) for t in (q, k, v)], mask, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def with_weights(
@@ -52,12 +52,12 @@ def with_weights(
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     scores = _scores(wide_q, wide_k, is_causal, mask, factor)
-    largest = scores.amax(-1, keepdim=True)
-    largest = torch.where(largest == -math.inf, 0.0, largest)
-    parts = torch.exp(scores - largest)
-    total = parts.sum(-1, keepdim=True)
+    row_max = scores.amax(-1, keepdim=True)
+    row_max = torch.where(row_max == -math.inf, 0.0, row_max)
+    exponentials = torch.exp(scores - row_max)
+    total = exponentials.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
-    return (torch.matmul(parts, wide_v) / total).to(q.dtype), (torch.log(total) + largest).squeeze(-1), parts / total
+    return (torch.matmul(exponentials, wide_v) / total).to(q.dtype), (torch.log(total) + row_max).squeeze(-1), exponentials / total
 
 
 def _forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,11 +83,11 @@ def backward(
     wide_grad, wide_out = grad.to(wide_q.dtype), out.to(wide_q.dtype)
     if weights is None:
         weights = torch.exp(_scores(wide_q, wide_k, is_causal, mask, factor) - logsumexp.unsqueeze(-1))
-    of_v = torch.matmul(weights.transpose(-1, -2), wide_grad)
-    of_weights = torch.matmul(wide_grad, wide_v.transpose(-1, -2))
-    of_scores = weights * (of_weights - (wide_grad * wide_out).sum(-1, keepdim=True)) * factor
-    of_q, of_k = torch.matmul(of_scores, wide_k), torch.matmul(of_scores.transpose(-1, -2), wide_q)
-    return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+    grad_v = torch.matmul(weights.transpose(-1, -2), wide_grad)
+    grad_weights = torch.matmul(wide_grad, wide_v.transpose(-1, -2))
+    grad_scores = weights * (grad_weights - (wide_grad * wide_out).sum(-1, keepdim=True)) * factor
+    grad_q, grad_k = torch.matmul(grad_scores, wide_k), torch.matmul(grad_scores.transpose(-1, -2), wide_q)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {

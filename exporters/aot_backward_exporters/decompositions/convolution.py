@@ -25,18 +25,18 @@ def _backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     n = x.dim() - 2
     stride, padding, dilation = (list(v) * n if len(v) == 1 else list(v) for v in (stride, padding, dilation))
-    of_x = of_weight = of_bias = None
+    grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
         if transposed:
-            of_x = aten.convolution.default(grad, weight, None, stride, padding, dilation, False, [0] * n, groups)
+            grad_input = aten.convolution.default(grad, weight, None, stride, padding, dilation, False, [0] * n, groups)
         else:
-            of_x = _of_input(grad, weight, list(x.shape[2:]), stride, padding, dilation, groups)
+            grad_input = _of_input(grad, weight, list(x.shape[2:]), stride, padding, dilation, groups)
     if output_mask[1]:
         kernel = list(weight.shape[2:])
-        of_weight = _of_weight(x, grad, *((grad, x) if transposed else (x, grad)), kernel, stride, padding, dilation, groups)
+        grad_weight = _of_weight(x, grad, *((grad, x) if transposed else (x, grad)), kernel, stride, padding, dilation, groups)
     if output_mask[2]:
-        of_bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())])
-    return of_x, of_weight, of_bias
+        grad_bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())])
+    return grad_input, grad_weight, grad_bias
 
 
 def _of_input(

@@ -32,18 +32,18 @@ def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: f
     if p == 0:
         return torch.zeros_like(x1)
     difference, distance, grad = _differences(x1, x2), cdist.unsqueeze(-1), grad.unsqueeze(-1)
-    far = distance != 0
+    unequal = distance != 0
     if p == 1:
         out = grad * difference.sign()
     elif p == 2:
-        out = torch.where(far, grad * difference / distance, 0.0)
+        out = torch.where(unequal, grad * difference / distance, 0.0)
     elif math.isinf(p):
         out = grad * difference.sign() * (difference.abs() == distance).to(grad.dtype)
     elif p > 2:
-        out = torch.where(far, difference * difference.abs().pow(p - 2) * grad / distance.pow(p - 1), 0.0)
+        out = torch.where(unequal, difference * difference.abs().pow(p - 2) * grad / distance.pow(p - 1), 0.0)
     else:
-        counts = far if p > 1 else far & (difference != 0)
-        out = torch.where(counts, difference.sign() * difference.abs().pow(p - 1) * grad / distance.pow(p - 1), 0.0)
+        mask = unequal if p > 1 else unequal & (difference != 0)
+        out = torch.where(mask, difference.sign() * difference.abs().pow(p - 1) * grad / distance.pow(p - 1), 0.0)
     return out.sum(-2)
 
 

@@ -31,8 +31,8 @@ def _isinf(x: torch.Tensor) -> torch.Tensor:
 def _remainder(a: torch.Tensor, b: Any) -> Any:
     if not a.dtype.is_floating_point:
         return NotImplemented
-    rest = torch.fmod(a, b)
-    return torch.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+    remainder = torch.fmod(a, b)
+    return torch.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
 def _floor_divide(a: torch.Tensor, b: Any) -> torch.Tensor:

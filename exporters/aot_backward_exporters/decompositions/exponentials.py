@@ -23,25 +23,25 @@ def _log1p(x: torch.Tensor) -> torch.Tensor:
     """Correct the rounding error of 1 + x (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical Calculations")."""
     wide = x.to(torch.float64)
     u = 1 + wide
-    off = u - 1
-    exact = (off == 0) | torch.isinf(u)
-    return torch.where(exact, torch.where(off == 0, wide, u), torch.log(u) * (wide / torch.where(exact, 1.0, off))).to(_real(x))
+    delta = u - 1
+    is_exact = (delta == 0) | torch.isinf(u)
+    return torch.where(is_exact, torch.where(delta == 0, wide, u), torch.log(u) * (wide / torch.where(is_exact, 1.0, delta))).to(_real(x))
 
 
 def _expm1(x: torch.Tensor) -> torch.Tensor:
     """Correct the rounding error of exp(x) in the same way."""
     wide = x.to(torch.float64)
     u = torch.exp(wide)
-    off, log = u - 1, torch.log(u)
-    plain = torch.isinf(u) | (off == -1)
-    small = off == 0
-    return torch.where(small, wide, torch.where(plain, off, off * wide / torch.where(plain | small, 1.0, log))).to(_real(x))
+    delta, log = u - 1, torch.log(u)
+    is_limit = torch.isinf(u) | (delta == -1)
+    is_tiny = delta == 0
+    return torch.where(is_tiny, wide, torch.where(is_limit, delta, delta * wide / torch.where(is_limit | is_tiny, 1.0, log))).to(_real(x))
 
 
 def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
     scaled = x.to(torch.float64) * beta
-    soft = torch.log1p(torch.exp(torch.where(scaled > threshold, 0.0, scaled))) / beta
-    return torch.where(scaled > threshold, x.to(torch.float64), soft).to(x.dtype)
+    result = torch.log1p(torch.exp(torch.where(scaled > threshold, 0.0, scaled))) / beta
+    return torch.where(scaled > threshold, x.to(torch.float64), result).to(x.dtype)
 
 
 def _real(x: torch.Tensor) -> torch.dtype:

@@ -22,47 +22,47 @@ def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: 
         return _masked_put(x, indices, values, accumulate)
     if any(isinstance(n, int) and n == 0 for n in (*x.shape, *values.shape)):
         return aten.clone.default(x)
-    places = [d for d, i in enumerate(indices) if i is not None]
-    given = torch.broadcast_tensors(*(i for i in indices if i is not None))
-    others = [d for d in range(x.dim()) if d not in places]
-    shape, rest = list(given[0].shape), [x.shape[d] for d in others]
-    first = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
-    wanted = [*rest[:first], *shape, *rest[first:]]
-    values = values.to(x.dtype).expand(wanted)
-    values = values.permute([*range(first, first + len(shape)), *range(first), *range(first + len(shape), len(wanted))])
-    rows, width, sizes = math.prod(shape), math.prod(rest), [x.shape[d] for d in places]
-    flat = x.permute([*places, *others])
-    behind = flat.shape
+    indexed_dims = [d for d, i in enumerate(indices) if i is not None]
+    index_tensors = torch.broadcast_tensors(*(i for i in indices if i is not None))
+    other_dims = [d for d in range(x.dim()) if d not in indexed_dims]
+    shape, other_sizes = list(index_tensors[0].shape), [x.shape[d] for d in other_dims]
+    first = indexed_dims[0] if indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1)) else 0
+    values_shape = [*other_sizes[:first], *shape, *other_sizes[first:]]
+    values = values.to(x.dtype).expand(values_shape)
+    values = values.permute([*range(first, first + len(shape)), *range(first), *range(first + len(shape), len(values_shape))])
+    rows, width, sizes = math.prod(shape), math.prod(other_sizes), [x.shape[d] for d in indexed_dims]
+    flat = x.permute([*indexed_dims, *other_dims])
+    permuted_shape = flat.shape
     flat = flat.reshape([math.prod(sizes), width])
     linear: Any = 0
-    for index, size in zip(given, sizes, strict=True):
+    for index, size in zip(index_tensors, sizes, strict=True):
         index = index.to(torch.int64)
         linear = linear * size + torch.where(index < 0, index + size, index)
     linear = linear.reshape([rows, 1]).expand([rows, width])
     values = values.reshape([rows, width])
     flat = flat.scatter_add(0, linear, values) if accumulate else flat.scatter(0, linear, values)
-    back = [*places, *others]
-    return flat.reshape(behind).permute([back.index(d) for d in range(x.dim())])
+    order = [*indexed_dims, *other_dims]
+    return flat.reshape(permuted_shape).permute([order.index(d) for d in range(x.dim())])
 
 
 def _masked_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
     """Write or add one value at a mask, from some dimension on. Other selections by a mask have a data-dependent size."""
-    given = [(d, i) for d, i in enumerate(indices) if i is not None]
-    if len(given) > 1 or values.numel() != 1:
+    masks = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if len(masks) > 1 or values.numel() != 1:
         raise ExportError.of(
             aten.index_put.default,
             "aten.index_put.default with a mask and more than one value has no ONNX translation: use torch.where(mask, values, x)",
         )
-    ((place, mask),) = given
-    mask = mask.to(torch.bool).reshape([*mask.shape, *([1] * (x.dim() - place - mask.dim()))])
+    ((dim, mask),) = masks
+    mask = mask.to(torch.bool).reshape([*mask.shape, *([1] * (x.dim() - dim - mask.dim()))])
     value = values.to(x.dtype).reshape([])
     return torch.where(mask, x + value if accumulate else value, x)
 
 
 def _masked_add(x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> torch.Tensor:
-    inside = [None if i is None else i.clamp(-size, size - 1) for i, size in zip(indices, x.shape, strict=False)]
-    masked = torch.where(mask, values, 0)
-    return aten.index_put.default(x, inside, masked, True)
+    clamped_indices = [None if i is None else i.clamp(-size, size - 1) for i, size in zip(indices, x.shape, strict=False)]
+    masked_values = torch.where(mask, values, 0)
+    return aten.index_put.default(x, clamped_indices, masked_values, True)
 
 
 def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> torch.Tensor:
@@ -91,14 +91,14 @@ def _embedding_bag(
     count = offsets.shape[0] - 1 if include_last_offset else offsets.shape[0]
     bags = _bags(offsets, indices.shape[0], include_last_offset)
     rows = weight.index_select(0, indices)
-    counted = torch.ones_like(bags)
+    counts = torch.ones_like(bags)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(1)
     if padding_idx >= 0:
-        kept = indices != padding_idx
-        rows, counted = torch.where(kept.unsqueeze(1), rows, 0), kept.to(torch.int64)
+        mask = indices != padding_idx
+        rows, counts = torch.where(mask.unsqueeze(1), rows, 0), mask.to(torch.int64)
     out = torch.zeros([count, weight.shape[1]], dtype=weight.dtype).scatter_add(0, bags.unsqueeze(1).expand(rows.shape), rows)
-    sizes = torch.zeros([count], dtype=torch.int64).scatter_add(0, bags, counted)
+    sizes = torch.zeros([count], dtype=torch.int64).scatter_add(0, bags, counts)
     if mode == 1:
         out = out / sizes.clamp(min=1).unsqueeze(1).to(out.dtype)
     else:
@@ -121,8 +121,8 @@ def _embedding_bag_backward(
     padding_idx: int = -1,
 ) -> torch.Tensor:
     _refuse_bag(aten._embedding_bag_backward.default, mode, scale_grad_by_freq)
-    alone = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0  # eager omits it for plain sums
-    bags = _bags(offsets, indices.shape[0], False) if alone else offset2bag
+    is_missing = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0  # eager omits it for plain sums
+    bags = _bags(offsets, indices.shape[0], False) if is_missing else offset2bag
     rows = grad.index_select(0, bags)
     if mode == 1:
         rows = rows / bag_size.index_select(0, bags).clamp(min=1).unsqueeze(1).to(rows.dtype)
@@ -137,8 +137,8 @@ def _embedding_bag_backward(
 def _of_sample_weights(
     grad: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, offset2bag: torch.Tensor, mode: int, padding_idx: int = -1
 ) -> torch.Tensor:
-    alone = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0
-    bags = _bags(offsets, indices.shape[0], False) if alone else offset2bag
+    is_missing = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0
+    bags = _bags(offsets, indices.shape[0], False) if is_missing else offset2bag
     out = (grad.index_select(0, bags) * weight.index_select(0, indices)).sum(1)
     return torch.where(indices != padding_idx, out, 0) if padding_idx >= 0 else out
 
@@ -165,12 +165,12 @@ def _diagonal_scatter(x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1:
 
 
 def _strided_places(size: Sequence[Any], stride: Sequence[Any], offset: int | None) -> torch.Tensor:
-    places = torch.full([1] * len(size), offset or 0, dtype=torch.int64)
+    positions = torch.full([1] * len(size), offset or 0, dtype=torch.int64)
     for d, (n, step) in enumerate(zip(size, stride, strict=True)):
         shape = [1] * len(size)
         shape[d] = n
-        places = places + (torch.arange(n) * step).reshape(shape)
-    return places.expand(size).reshape([-1])
+        positions = positions + (torch.arange(n) * step).reshape(shape)
+    return positions.expand(size).reshape([-1])
 
 
 def _as_strided_scatter(

@@ -25,20 +25,20 @@ def _others(v: torch.Tensor, dim: int) -> list[int]:
 
 def _weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients for w = g · v / ‖v‖: g gets the part of the gradient along v / ‖v‖, v the rest of it, times g / ‖v‖."""
-    along = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
-    return (g / norms) * (grad - along * (v / norms)), along
+    grad_g = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
+    return (g / norms) * (grad - grad_g * (v / norms)), grad_g
 
 
 def _trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int], expand3: Sequence[int],
     sumdim: Sequence[int], unroll_dim: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    spread = []
-    for x, places in ((a, expand1), (b, expand2), (c, expand3)):
-        for d in places:
+    factors = []
+    for x, dims in ((a, expand1), (b, expand2), (c, expand3)):
+        for d in dims:
             x = x.unsqueeze(d)
-        spread.append(x)
-    out = spread[0] * spread[1] * spread[2]
+        factors.append(x)
+    out = factors[0] * factors[1] * factors[2]
     return aten.sum.dim_IntList(out, list(sumdim)) if sumdim else out
 
 

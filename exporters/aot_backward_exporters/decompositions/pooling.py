@@ -53,8 +53,8 @@ def _average_backward(spatial: int, operator: str) -> Callable[..., torch.Tensor
         shares = grad / _divisors(sizes, windows, kernel, steps, pad, count_include_pad, divisor_override, grad)
         planes = shares.reshape([-1, 1, *windows])
         ones = torch.ones([1, 1, *kernel], dtype=grad.dtype, device=grad.device)
-        none = [0] * spatial
-        out = aten.convolution.default(planes, ones, None, steps, none, [1] * spatial, True, none, 1)
+        no_padding = [0] * spatial
+        out = aten.convolution.default(planes, ones, None, steps, no_padding, [1] * spatial, True, no_padding, 1)
         for d in range(spatial):
             missing = sizes[d] + pad[d] - int(out.shape[2 + d])
             if missing > 0:
@@ -84,8 +84,8 @@ def _divisors(
             counts.append(float(end - start if include else min(end, size) - max(start, 0)))
         shape = [1] * len(sizes)
         shape[d] = count
-        one = aten.cat.default([torch.full([1], c, dtype=like.dtype) for c in counts]) if len(set(counts)) > 1 else torch.full([1], counts[0])
-        out = out * one.to(like.dtype).expand([count]).reshape(shape)
+        divisors = aten.cat.default([torch.full([1], c, dtype=like.dtype) for c in counts]) if len(set(counts)) > 1 else torch.full([1], counts[0])
+        out = out * divisors.to(like.dtype).expand([count]).reshape(shape)
     return out
 
 
@@ -112,12 +112,12 @@ def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callab
                 operator, f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static"
             )
         counts = [windows(n, k, s, p, ceil_mode) for n, k, s, p in zip(sizes, kernel, steps, pad, strict=True)]
-        behind = [max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)]
+        end_pads = [max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)]
         planes = x.reshape([-1, 1, *sizes])
-        widths = [n for p, b in zip(reversed(pad), reversed(behind), strict=True) for n in (p, b)]
+        widths = [n for p, b in zip(reversed(pad), reversed(end_pads), strict=True) for n in (p, b)]
         planes = aten.constant_pad_nd.default(planes, widths)
-        ones, none = torch.ones([1, 1, *kernel], dtype=x.dtype), [0] * spatial
-        sums = aten.convolution.default(planes, ones, None, steps, none, [1] * spatial, False, none, 1)
+        ones, no_padding = torch.ones([1, 1, *kernel], dtype=x.dtype), [0] * spatial
+        sums = aten.convolution.default(planes, ones, None, steps, no_padding, [1] * spatial, False, no_padding, 1)
         for d, w in enumerate(counts):
             sums = aten.slice.Tensor(sums, 2 + d, 0, w)
         sums = sums.reshape([*x.shape[: x.dim() - spatial], *counts])
@@ -128,8 +128,8 @@ def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callab
 
 def windows(size: int, kernel: int, step: int, pad: int, ceil_mode: bool) -> int:
     """Count windows as eager does: the last one must begin within the input or the padding before it."""
-    free = size + 2 * pad - kernel
-    count = (-(-free // step) if ceil_mode else free // step) + 1
+    slack = size + 2 * pad - kernel
+    count = (-(-slack // step) if ceil_mode else slack // step) + 1
     return count - 1 if ceil_mode and (count - 1) * step >= size + pad else count
 
 
@@ -137,8 +137,8 @@ def _adaptive_average(spatial: int) -> Callable[..., Any]:
     """Multiply by a constant matrix, dimension by dimension: each window's mean is the mean of means."""
 
     def forward(x: torch.Tensor, output_size: Sequence[int]) -> torch.Tensor:
-        for d, wanted in enumerate(output_size):
-            x = _along(x, x.dim() - spatial + d, _windows_of(x.shape[x.dim() - spatial + d], wanted, x.dtype))
+        for d, size in enumerate(output_size):
+            x = _along(x, x.dim() - spatial + d, _windows_of(x.shape[x.dim() - spatial + d], size, x.dtype))
         return x
 
     return forward
@@ -158,17 +158,17 @@ def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
     last = x.dim() - 1
     order = [*(d for d in range(x.dim()) if d != dim), dim]
     out = torch.matmul(x.permute(order), matrix)
-    back = [order.index(d) for d in range(last + 1)]
-    return out.permute(back)
+    inverse_order = [order.index(d) for d in range(last + 1)]
+    return out.permute(inverse_order)
 
 
-def _windows_of(size: Any, wanted: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return (size, wanted): the share of each element in each window of adaptive pooling."""
-    if not (isinstance(size, int) and isinstance(wanted, int)):
+def _windows_of(size: Any, output_size: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return (size, output_size): the share of each element in each window of adaptive pooling."""
+    if not (isinstance(size, int) and isinstance(output_size, int)):
         raise ExportError("adaptive pooling of images of dynamic size has no ONNX translation: make height and width static")
-    number, place = torch.arange(wanted, dtype=torch.float64), torch.arange(size, dtype=torch.float64).unsqueeze(1)
-    start, end = torch.floor(number * size / wanted), torch.ceil((number + 1) * size / wanted)
-    return ((place >= start) & (place < end)).to(dtype) / (end - start).to(dtype)
+    index, position = torch.arange(output_size, dtype=torch.float64), torch.arange(size, dtype=torch.float64).unsqueeze(1)
+    start, end = torch.floor(index * size / output_size), torch.ceil((index + 1) * size / output_size)
+    return ((position >= start) & (position < end)).to(dtype) / (end - start).to(dtype)
 
 
 def _padded_backward(spatial: int) -> Callable[..., Any]:
@@ -177,10 +177,10 @@ def _padded_backward(spatial: int) -> Callable[..., Any]:
     def backward(grad: torch.Tensor, x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
         for i in range(spatial):
             d = x.dim() - 1 - i
-            size, padded = x.shape[d], grad.shape[d]
-            if not (isinstance(size, int) and isinstance(padded, int)):
+            size, padded_size = x.shape[d], grad.shape[d]
+            if not (isinstance(size, int) and isinstance(padded_size, int)):
                 raise ExportError("the gradient of replication padding of a dynamic size has no ONNX translation: make that dimension static")
-            source = (torch.arange(padded) - padding[2 * i]).clamp(0, size - 1)
+            source = (torch.arange(padded_size) - padding[2 * i]).clamp(0, size - 1)
             copies = (source.unsqueeze(1) == torch.arange(size).unsqueeze(0)).to(grad.dtype)
             grad = _along(grad, d, copies)
         return grad
@@ -190,14 +190,14 @@ def _padded_backward(spatial: int) -> Callable[..., Any]:
 
 def _adaptive_maximum(spatial: int, operator: str) -> Callable[..., Any]:
     """Pool with windows of one size, without gaps or overlap."""
-    plain = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[spatial]
+    pool = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}[spatial]
 
     def forward(x: torch.Tensor, output_size: Sequence[int]) -> Any:
         sizes = x.shape[x.dim() - spatial :]
         if not all(isinstance(n, int) for n in sizes) or any(n % w for n, w in zip(sizes, output_size, strict=True)):
             raise ExportError.of(operator, f"{operator} with windows of several sizes has no ONNX translation: let output sizes divide input sizes")
         kernel = [n // w for n, w in zip(sizes, output_size, strict=True)]
-        return plain(x, kernel, kernel)
+        return pool(x, kernel, kernel)
 
     return forward
 

@@ -17,10 +17,10 @@ def var_mean(
     dims = list(range(x.dim())) if dim is None or len(dim) == 0 else [d % x.dim() for d in dim]
     count = math.prod(x.shape[d] for d in dims)
     mean = aten.mean.dim(x, dims, True)
-    apart = x - mean
-    squares = aten.sum.dim_IntList(apart * apart, dims, keepdim)
-    rest = torch.sym_max(count - (1 if correction is None else correction), 0)
-    return squares / rest, mean if keepdim else aten.squeeze.dims(mean, dims)
+    deviations = x - mean
+    squares = aten.sum.dim_IntList(deviations * deviations, dims, keepdim)
+    divisor = torch.sym_max(count - (1 if correction is None else correction), 0)
+    return squares / divisor, mean if keepdim else aten.squeeze.dims(mean, dims)
 
 
 def _over_dims(operator: Any) -> Callable[..., Any]:
@@ -70,8 +70,8 @@ def _extreme(operator: Any) -> Callable[..., Any]:
     def of_truths(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
         if x.dtype is not torch.bool:
             return NotImplemented
-        values, places = operator(x.to(torch.int32), dim, keepdim)
-        return values.to(torch.bool), places
+        values, indices = operator(x.to(torch.int32), dim, keepdim)
+        return values.to(torch.bool), indices
 
     return of_truths
 

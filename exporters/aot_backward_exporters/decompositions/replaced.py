@@ -24,12 +24,12 @@ def without(graph: Graph, names: Collection[str], fake_mode: Any) -> Graph | Non
     """Return a copy of ``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") decomposed as far as possible; None if no call
     can be decomposed. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    replaced = False
+    changed = False
     with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
         for node in list(module.graph.nodes):
             if node.op == "call_function" and name_of(node.target) in names and node.target in everywhere():
-                replaced |= _replace(node, everywhere()[node.target])
-    if not replaced:
+                changed |= _replace(node, everywhere()[node.target])
+    if not changed:
         return None
     module.graph.lint()
     module.recompile()
@@ -45,19 +45,19 @@ def _replace(node: Node, function: Callable[..., Any]) -> bool:
     """Return False if the decomposition does not support this call."""
     operands = list(dict.fromkeys(node.all_input_nodes))
     values = {n: n.meta["val"] for n in operands}
-    several = isinstance(node.meta["val"], tuple | list)
-    users = [n for n in node.users if n.target is operator.getitem] if several else [node]
-    if several and len(users) < len(node.users):
+    is_tuple = isinstance(node.meta["val"], tuple | list)
+    users = [n for n in node.users if n.target is operator.getitem] if is_tuple else [node]
+    if is_tuple and len(users) < len(node.users):
         return False
-    likes = [n.meta["val"] for n in users]
+    outputs = [n.meta["val"] for n in users]
 
-    def called(*given: Any) -> tuple[Any, ...]:
-        found = dict(zip(operands, given, strict=True))
-        out = function(*map_arg(node.args, found.__getitem__), **map_arg(node.kwargs, found.__getitem__))
+    def called(*args: Any) -> tuple[Any, ...]:
+        bound = dict(zip(operands, args, strict=True))
+        out = function(*map_arg(node.args, bound.__getitem__), **map_arg(node.kwargs, bound.__getitem__))
         if out is NotImplemented:
             raise _NotServed
-        results = [out[int(n.args[1])] for n in users] if several else [out]  # type: ignore[arg-type]
-        return tuple(with_strides(result, like) for result, like in zip(results, likes, strict=True))
+        results = [out[int(n.args[1])] for n in users] if is_tuple else [out]  # type: ignore[arg-type]
+        return tuple(with_strides(result, like) for result, like in zip(results, outputs, strict=True))
 
     try:
         results, _ = spliced(node, called, operands, values)
@@ -65,8 +65,8 @@ def _replace(node: Node, function: Callable[..., Any]) -> bool:
         return False
     for user, result in zip(users, results, strict=True):
         user.replace_all_uses_with(result)
-    for dead in (*(users if several else ()), node):
-        dead.graph.erase_node(dead)
+    for old_node in (*(users if is_tuple else ()), node):
+        old_node.graph.erase_node(old_node)
     return True
 
 

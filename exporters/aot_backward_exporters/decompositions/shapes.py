@@ -20,8 +20,8 @@ def _rev(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def _squeeze(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    places = {d % x.dim() for d in dims} if x.dim() else set()
-    return aten.view.default(x, [n for d, n in enumerate(x.shape) if d not in places or n != 1])
+    positions = {d % x.dim() for d in dims} if x.dim() else set()
+    return aten.view.default(x, [n for d, n in enumerate(x.shape) if d not in positions or n != 1])
 
 
 def _squeeze_one(x: torch.Tensor, dim: int) -> Any:
@@ -45,8 +45,8 @@ def _pad(x: torch.Tensor, pad: Sequence[Any], value: float = 0) -> Any:
         parts = [x]
         for n, at_end in ((before, False), (after, True)):
             if not isinstance(n, int) or n > 0:
-                filled = torch.full([*x.shape[:dim], n, *x.shape[dim + 1 :]], value, dtype=x.dtype)
-                parts = [*parts, filled] if at_end else [filled, *parts]
+                padding = torch.full([*x.shape[:dim], n, *x.shape[dim + 1 :]], value, dtype=x.dtype)
+                parts = [*parts, padding] if at_end else [padding, *parts]
         x = aten.cat.default(parts, dim) if len(parts) > 1 else x
     return x
 

@@ -67,13 +67,13 @@ class _Writer:
         if not self.symbol_names:
             return []
         guards = [g.expr for g in shape_env.guards if not g.expr.free_symbols.isdisjoint(self.symbol_names)]
-        known = [self._expression(g) for g in guards]
+        expressions = [self._expression(g) for g in guards]
         out: list[Any] = []
         for symbol, new in self.symbol_names.items():
             values = shape_env.var_to_range[symbol]
             hint = shape_env.replace(symbol).xreplace(shape_env.backed_var_to_val)
             out.append([str(new), str(values.lower), str(values.upper), str(hint)])
-        return [out, known]
+        return [out, expressions]
 
     def value(self, value: Any) -> Any:
         match value:

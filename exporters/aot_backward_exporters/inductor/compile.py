@@ -99,45 +99,45 @@ _Missing = dict[str, tuple[Graph, Canonical]]
 
 def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
     """Lower one graph after another while g++ compiles the finished ones."""
-    lowered, commands, started = {}, {}, {}
-    known = len(fake_mode.shape_env.guards)
+    code, commands, compile_jobs = {}, {}, {}
+    num_guards = len(fake_mode.shape_env.guards)
     with gcc.Builder() as builder:
-        for done, (key, (graph, form)) in enumerate(graphs.items()):
-            progress("lower", done, len(graphs))
+        for num_done, (key, (graph, form)) in enumerate(graphs.items()):
+            progress("lower", num_done, len(graphs))
             (work / key).mkdir()
             with gcc.record_commands(work / key, built_for.march) as commands[key]:
-                lowered[key] = lower(graph, form, work / key / "inductor", fake_mode, known, built_for)
-            started[key] = builder.compile(graph.name, commands[key], work / key)
+                code[key] = lower(graph, form, work / key / "inductor", fake_mode, num_guards, built_for)
+            compile_jobs[key] = builder.compile(graph.name, commands[key], work / key)
         progress("compile", 0, len(graphs))
         for key, (graph, _) in graphs.items():
-            for compiling in started[key]:
+            for compile_job in compile_jobs[key]:
                 try:
-                    compiling.result()
+                    compile_job.result()
                 except gcc.CompilerFailed as error:
                     if reason := _does_not_compile(graph, error.said):
                         raise ExportError(reason) from error
                     raise
         libraries = {key: work / key / "library.so" for key in graphs}
-        linking = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
-        for done, link in enumerate(linking, 1):
-            link.result()
-            progress("compile", done, len(graphs))
-    return {key: _finish(key, lowered[key], libraries[key], work) for key in graphs}
+        link_jobs = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
+        for num_done, link_job in enumerate(link_jobs, 1):
+            link_job.result()
+            progress("compile", num_done, len(graphs))
+    return {key: _finish(key, code[key], libraries[key], work) for key in graphs}
 
 
-def _does_not_compile(graph: Graph, said: str) -> str:
-    """Return an error message with the operators and lines of the rejected code; "" if ``said`` names none of Inductor's loops."""
-    fused = {f"_{name}_" for name in re.findall(r"\bcpp_fused_(\w+)_\d+\b", said)}
+def _does_not_compile(graph: Graph, message: str) -> str:
+    """Return an error message with the operators and lines of the rejected code; "" if ``message`` names none of Inductor's loops."""
+    fused_names = {f"_{name}_" for name in re.findall(r"\bcpp_fused_(\w+)_\d+\b", message)}
     calls = [n for n in graph.module.graph.nodes if isinstance(n.target, torch_api.OpOverload)]
-    within = [n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused)]
-    if not within:
+    nodes = [n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused_names)]
+    if not nodes:
         return ""
-    lines: dict[Line, None] = dict.fromkeys(n.meta[LINE] for n in within if LINE in n.meta)
-    where = "; ".join(f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines)
-    dtypes = sorted({str(n.meta["val"].dtype) for n in within if isinstance(n.meta.get("val"), torch.Tensor)})
+    lines: dict[Line, None] = dict.fromkeys(n.meta[LINE] for n in nodes if LINE in n.meta)
+    location = "; ".join(f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines)
+    dtypes = sorted({str(n.meta["val"].dtype) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)})
     return (
-        f"{graph.name}: the C++ compiler rejects the code that Inductor generates for {', '.join(dict.fromkeys(str(n.target) for n in within))} "
-        f"({', '.join(dtypes)}){where and f', called {where}'}. Compute that part in float32, or leave it to eager; --debug shows the "
+        f"{graph.name}: the C++ compiler rejects the code that Inductor generates for {', '.join(dict.fromkeys(str(n.target) for n in nodes))} "
+        f"({', '.join(dtypes)}){location and f', called {location}'}. Compute that part in float32, or leave it to eager; --debug shows the "
         "compiler's own message"
     )
 
@@ -145,40 +145,40 @@ def _does_not_compile(graph: Graph, said: str) -> str:
 def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
     """Let Inductor build each library: other tools than g++ make the objects with the kernels' machine code."""
     entries = {}
-    known = len(fake_mode.shape_env.guards)
+    num_guards = len(fake_mode.shape_env.guards)
     with gcc.adjust_commands(built_for.march):
-        for done, (key, (graph, form)) in enumerate(graphs.items()):
-            progress("compile", done, len(graphs))
-            lowered = lower(graph, form, work / key, fake_mode, known, built_for)
-            library = lowered.file(".so")
+        for num_done, (key, (graph, form)) in enumerate(graphs.items()):
+            progress("compile", num_done, len(graphs))
+            code = lower(graph, form, work / key, fake_mode, num_guards, built_for)
+            library = code.file(".so")
             assert library is not None
-            entries[key] = _finish(key, lowered, library, work)
+            entries[key] = _finish(key, code, library, work)
     progress("compile", len(graphs), len(graphs))
     return entries
 
 
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
     """Add the compiler's assumptions to ``shape_env``, so that a cached library leaves the same guards as compiling does."""
-    known = {str(new): symbol for symbol, new in form.symbols.items()}
+    symbols = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
-        written = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
-        expression = written.xreplace({symbol: known[str(symbol)] for symbol in written.free_symbols})
+        guard_expr = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
+        expression = guard_expr.xreplace({symbol: symbols[str(symbol)] for symbol in guard_expr.free_symbols})
         if not shape_env.evaluate_expr(expression):  # adds it as a guard
             raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
 
 
-def _finish(key: str, lowered: GeneratedCode, library: Path, work: Path) -> CachedLibrary:
+def _finish(key: str, code: GeneratedCode, library: Path, work: Path) -> CachedLibrary:
     clear_executable_stack(library)
-    metadata, extern = lowered.file(".wrapper_metadata.json"), lowered.file(".wrapper.json")
+    metadata, extern = code.file(".wrapper_metadata.json"), code.file(".wrapper.json")
     assert metadata is not None
     entry = CachedLibrary(
         library=erase_paths(library.read_bytes(), [work]),
         metadata=metadata.read_bytes(),
         extern=extern_nodes.as_executed(extern.read_bytes()) if extern else b"",
-        constants=lowered.constants(),
-        guards=lowered.guards,
+        constants=code.constants(),
+        guards=code.guards,
     )
-    if lowered.cacheable:
+    if code.cacheable:
         store(key, entry)
     return entry
 
@@ -205,8 +205,8 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
 
 def _key(form: Canonical, target: str, graph: Graph) -> str:
     """Return the digest of everything that the library depends on: the graph, Inductor's settings, and all versions."""
-    own = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
-    with torch_api.inductor_config.patch({**settings_for(processor(target)), **own}):
+    overrides = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
+    with torch_api.inductor_config.patch({**settings_for(processor(target)), **overrides}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(
         {

@@ -28,11 +28,11 @@ aten = torch.ops.aten
 def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
     """Replace them in ``module`` and in its control-flow bodies. Raise :class:`ExportError` for an operator without another form."""
     _fold_numbers(module)
-    waiting = list(module.graph.nodes)
+    queue = list(module.graph.nodes)
     with fake_mode:
-        for node in waiting:  # the list grows: replacements of an operator may have numbers, too
+        for node in queue:  # the list grows: replacements of an operator may have numbers, too
             if node.op == "call_function" and isinstance(node.target, torch_api.OpOverload):
-                waiting += _replaced(node)
+                queue += _replaced(node)
     module.recompile()
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
@@ -44,8 +44,8 @@ def _fold_numbers(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch_api.OpOverload) or node.all_input_nodes:
             continue
-        given = [value for value, kind in _given(node) if isinstance(kind, torch.TensorType)]
-        if given and all(_is_number(value) for value in given):
+        tensor_args = [value for value, kind in _given(node) if isinstance(kind, torch.TensorType)]
+        if tensor_args and all(_is_number(value) for value in tensor_args):
             number = node.target(*node.args, **node.kwargs).item()
             for user in list(node.users):
                 user.args, user.kwargs = map_aggregate((user.args, user.kwargs), lambda a: number if a is node else a)  # noqa: B023
@@ -57,8 +57,8 @@ def _replaced(node: Node) -> Sequence[Node]:
     target: Any = node.target
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    given: list[tuple[Any, Any]] = _given(node)
-    has_number = any(isinstance(v, complex) for v in pytree.tree_leaves([value for value, _ in given]))
+    typed_args: list[tuple[Any, Any]] = _given(node)
+    has_number = any(isinstance(v, complex) for v in pytree.tree_leaves([value for value, _ in typed_args]))
     if not has_number and not any(t.dtype.is_complex for t in tensors):
         return ()
     for argument in target._schema.arguments:
@@ -68,26 +68,26 @@ def _replaced(node: Node) -> Sequence[Node]:
             node.update_kwarg(argument.name, node.kwargs.get(argument.name, argument.default_value))
     if target in (aten.full.default, aten.scalar_tensor.default):
         size: Any = node.args[0] if target is aten.full.default else []
-        number = given[0 if target is aten.scalar_tensor.default else 1][0]
+        number = typed_args[0 if target is aten.scalar_tensor.default else 1][0]
         if tensors[0].dtype.is_complex and _is_number(number):
             with node.graph.inserting_before(node):
                 _replace(node, _filled(node.graph, size, complex(number), tensors[0]))
         return ()
-    places = {i for i, (value, kind) in enumerate(given) if _is_number(value) and isinstance(kind, torch.TensorType)}
-    places |= {i for i, (value, _) in enumerate(given) if isinstance(value, complex)}
-    if not places and not has_number:
+    positions = {i for i, (value, kind) in enumerate(typed_args) if _is_number(value) and isinstance(kind, torch.TensorType)}
+    positions |= {i for i, (value, _) in enumerate(typed_args) if isinstance(value, complex)}
+    if not positions and not has_number:
         return ()
-    other = _taking_tensors(target, places) if places and isinstance(node.meta["val"], torch.Tensor) else None
+    overload = _taking_tensors(target, positions) if positions and isinstance(node.meta["val"], torch.Tensor) else None
     if target is aten.scatter.value or (target is aten.pow.Tensor_Scalar and node.args[1].imag == 0):  # type: ignore[union-attr]
-        other = None  # scatter.src takes a tensor of the index's shape; eager has separate kernels for a square or a root
-    if other is None:
+        overload = None  # scatter.src takes a tensor of the index's shape; eager has separate kernels for a square or a root
+    if overload is None:
         return _written_out(node)
-    least = torch.complex64 if has_number else torch.bool
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), least)
+    min_dtype = torch.complex64 if has_number else torch.bool
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), min_dtype)
     with node.graph.inserting_before(node):
         like = torch.empty((), dtype=dtype, device=tensors[0].device)
-        values = [_filled(node.graph, [], value, like) if i in places else value for i, (value, _) in enumerate(given)]
-        _replace(node, _called(node.graph, other, values))
+        values = [_filled(node.graph, [], value, like) if i in positions else value for i, (value, _) in enumerate(typed_args)]
+        _replace(node, _called(node.graph, overload, values))
     return ()
 
 
@@ -104,25 +104,25 @@ def _is_number(value: Any) -> bool:
 
 def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
     """Return a tensor filled with ``number``, of the dtype and device of ``like``; a real number stays real, which promotes to the same."""
-    real = {"dtype": like.dtype.to_real(), "device": like.device}
+    options = {"dtype": like.dtype.to_real(), "device": like.device}
     if not size and not isinstance(number, complex):
-        return call(graph, aten.full.default, [], number, **real)
-    parts = [call(graph, aten.full.default, [*size, 1], part, **real) for part in (number.real, number.imag)]
+        return call(graph, aten.full.default, [], number, **options)
+    parts = [call(graph, aten.full.default, [*size, 1], part, **options) for part in (number.real, number.imag)]
     return call(graph, aten.view_as_complex.default, call(graph, aten.cat.default, parts, -1))
 
 
 def _called(graph: Any, target: Any, values: Sequence[Any]) -> Node:
-    known = list(zip(target._schema.arguments, values, strict=True))
-    return call(graph, target, *(v for a, v in known if not a.kwarg_only), **{a.name: v for a, v in known if a.kwarg_only})
+    bound = list(zip(target._schema.arguments, values, strict=True))
+    return call(graph, target, *(v for a, v in bound if not a.kwarg_only), **{a.name: v for a, v in bound if a.kwarg_only})
 
 
-def _taking_tensors(target: Any, places: set[int]) -> Any:
-    """Return ``target`` or another overload with the same arguments but tensors in ``places``; None if there is none."""
-    kinds = [str(torch.TensorType.get()) if i in places else str(a.real_type) for i, a in enumerate(target._schema.arguments)]
+def _taking_tensors(target: Any, positions: set[int]) -> Any:
+    """Return ``target`` or another overload with the same arguments but tensors in ``positions``; None if there is none."""
+    kinds = [str(torch.TensorType.get()) if i in positions else str(a.real_type) for i, a in enumerate(target._schema.arguments)]
     packet = target.overloadpacket
-    for found in (target, *(getattr(packet, name) for name in packet.overloads())):
-        if [str(a.real_type) for a in found._schema.arguments] == kinds and not found._schema.is_mutable:
-            return found
+    for overload in (target, *(getattr(packet, name) for name in packet.overloads())):
+        if [str(a.real_type) for a in overload._schema.arguments] == kinds and not overload._schema.is_mutable:
+            return overload
     return None
 
 
@@ -147,27 +147,27 @@ def _written_out(node: Node) -> Sequence[Node]:
             f"{target}: expected real numbers, got a complex one{f' ({line.file}:{line.number}: {line.text})' if line else ''}. Write it with "
             "products and sums of tensors.",
         )
-    given, operands = arguments(node), node.all_input_nodes
+    args, operands = arguments(node), node.all_input_nodes
     single = isinstance(node.meta["val"], torch.Tensor)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        known = dict(zip(operands, tensors, strict=True))
-        results: Any = form(**map_aggregate(given, lambda a: known.get(a, a) if isinstance(a, Node) else a))
+        bound = dict(zip(operands, tensors, strict=True))
+        results: Any = form(**map_aggregate(args, lambda a: bound.get(a, a) if isinstance(a, Node) else a))
         return (results,) if single else tuple(results)
 
-    results, made = spliced(node, function, operands, {n: n.meta["val"] for n in operands})
+    results, new_nodes = spliced(node, function, operands, {n: n.meta["val"] for n in operands})
     if single:
         _replace(node, results[0])
     else:
         replace_results(node, results)
-    return list(made)
+    return list(new_nodes)
 
 
-def _each(name: str, **given: Any) -> list[Any]:
+def _each(name: str, **kwargs: Any) -> list[Any]:
     """Apply the operator of ``_foreach_NAME`` to one element after another."""
-    count = len(given["self"])
+    count = len(kwargs["self"])
     operator = getattr(aten, name.removeprefix("_foreach_"))
-    rows = [value if isinstance(value, (list, tuple)) else [value] * count for value in given.values()]
+    rows = [value if isinstance(value, (list, tuple)) else [value] * count for value in kwargs.values()]
     return [operator(*row) for row in zip(*rows, strict=True)]
 
 

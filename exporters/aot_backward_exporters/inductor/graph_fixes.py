@@ -37,8 +37,8 @@ def calls_eager_kernels(module: GraphModule) -> bool:
 def call_kernels(module: GraphModule) -> None:
     """Mark the operators that Inductor must call instead of compiling."""
     for node in module.graph.nodes:
-        as_it_is = node.target in KERNELS or _miscompiled(node) or _would_fix_sizes(node)
-        if node.meta.get(EAGER_KERNEL) or (as_it_is and node.args[0].meta["val"].device.type == "cpu"):
+        needs_fallback = node.target in KERNELS or _miscompiled(node) or _would_fix_sizes(node)
+        if node.meta.get(EAGER_KERNEL) or (needs_fallback and node.args[0].meta["val"].device.type == "cpu"):
             node.meta["should_fallback"] = True
             if node.target is torch.ops.aten.mul.Tensor and type(node.args[1]) in (int, float):
                 node.target = torch.ops.aten.mul.Scalar  # generated code cannot pass a number as a tensor
@@ -75,17 +75,17 @@ def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
     """Copy expanded inputs that such an operator, or control flow, writes into: a write to one element would change several."""
     for node in list(module.graph.nodes):
         if node.target in _WRITES_INTO_FIRST:
-            written = [node.args[0]]
+            operands = [node.args[0]]
         elif isinstance(node.target, torch_api.HigherOrderOperator):
-            written = node.all_input_nodes
+            operands = node.all_input_nodes
         else:
             continue
-        for operand in written:
+        for operand in operands:
             value = operand.meta.get("val")
             if isinstance(value, torch.Tensor) and any(type(stride) is int and stride == 0 for stride in value.stride()):
                 with module.graph.inserting_before(node), fake_mode:
-                    copied = call(module.graph, torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
-                node.replace_input_with(operand, copied)
+                    clone = call(module.graph, torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+                node.replace_input_with(operand, clone)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             expanded_arguments_copied(child, fake_mode)
@@ -104,15 +104,15 @@ def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
     for node in [n for n in module.graph.nodes if n.target in _INDEXED]:
         index = node.args[_INDEXED[node.target]]
         value = index.meta["val"]
-        like = {"dtype": value.dtype, "device": value.device}
+        options = {"dtype": value.dtype, "device": value.device}
         with module.graph.inserting_before(node), fake_mode:
             negative = module.graph.call_function(aten.lt.Scalar, (index, 0))
             negative.meta["val"] = aten.lt.Scalar(value, 0)
-            large = module.graph.call_function(aten.full.default, ([], torch.iinfo(value.dtype).max), like)
-            large.meta["val"] = aten.full.default([], torch.iinfo(value.dtype).max, **like)
-            chosen = module.graph.call_function(aten.where.self, (negative, large, index))
-            chosen.meta["val"] = aten.where.self(negative.meta["val"], large.meta["val"], value)
-        node.update_arg(_INDEXED[node.target], chosen)
+            large = module.graph.call_function(aten.full.default, ([], torch.iinfo(value.dtype).max), options)
+            large.meta["val"] = aten.full.default([], torch.iinfo(value.dtype).max, **options)
+            safe_index = module.graph.call_function(aten.where.self, (negative, large, index))
+            safe_index.meta["val"] = aten.where.self(negative.meta["val"], large.meta["val"], value)
+        node.update_arg(_INDEXED[node.target], safe_index)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             refuse_negative_indices(child, fake_mode)

@@ -32,46 +32,46 @@ def scans_as_loops(module: GraphModule, fake_mode: Any) -> None:
 
 def _as_loop(module: GraphModule, node: Node, number: int) -> None:
     arguments: Any = node.args
-    body, first, rows, others = arguments
+    body, init, rows, others = arguments
     graph = node.graph
     operands = [_unflipped(row) for row in rows]
-    flipped = [row is not operand for row, operand in zip(rows, operands, strict=True)]
-    stacked = node.meta["val"][len(first) :]
-    results = [[user for user in node.users if user.args[1] == len(first) + k] for k in range(len(stacked))]
-    written_back = [bool(users) and all(_is_flip(reader) for user in users for reader in user.users) for users in results]
+    flips = [row is not operand for row, operand in zip(rows, operands, strict=True)]
+    row_outputs = node.meta["val"][len(init) :]
+    results = [[user for user in node.users if user.args[1] == len(init) + k] for k in range(len(row_outputs))]
+    output_flips = [bool(users) and all(_is_flip(reader) for user in users for reader in user.users) for users in results]
 
     inner = getattr(module, body.target)
     (output,) = inner.graph.find_nodes(op="output")
-    states = [n.meta["val"] for n in output.args[0][: len(first)]]
+    states = [n.meta["val"] for n in output.args[0][: len(init)]]
 
-    def prepared(*given: Any) -> list[torch.Tensor]:
-        sizes = {size.node.expr: size for value in given for size in value.shape if isinstance(size, torch.SymInt)}  # the ones traced here
-        shapes = [[sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape] for s in stacked]
-        buffers = [torch.empty(shape, dtype=s.dtype, device=s.device) for shape, s in zip(shapes, stacked, strict=True)]
-        return buffers + [with_strides(value, like) for value, like in zip(given, states, strict=False)]
+    def prepared(*args: Any) -> list[torch.Tensor]:
+        sizes = {size.node.expr: size for value in args for size in value.shape if isinstance(size, torch.SymInt)}  # the ones traced here
+        shapes = [[sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape] for s in row_outputs]
+        buffers = [torch.empty(shape, dtype=s.dtype, device=s.device) for shape, s in zip(shapes, row_outputs, strict=True)]
+        return buffers + [with_strides(value, like) for value, like in zip(args, states, strict=False)]
 
-    given = [n for n in (*first, *operands, *others) if isinstance(n, Node)]
-    made, _ = spliced(node, prepared, given, {n: n.meta["val"] for n in given})
-    outs, first = made[: len(stacked)], made[len(stacked) :]
+    inputs = [n for n in (*init, *operands, *others) if isinstance(n, Node)]
+    loop_inputs, _ = spliced(node, prepared, inputs, {n: n.meta["val"] for n in inputs})
+    outs, init = loop_inputs[: len(row_outputs)], loop_inputs[len(row_outputs) :]
     with graph.inserting_before(node):
         counter = call(graph, aten.full.default, [], 0, dtype=torch.int64, device=torch.device("cpu"))
-        carried, additional = (counter, *outs, *first), (*operands, *others)
+        carried_inputs, additional_inputs = (counter, *outs, *init), (*operands, *others)
         names = []
         for name, function in (
-            ("below", _condition(carried, additional, len(carried))),
-            ("step", _body(inner, carried, additional, len(outs), len(first), flipped, written_back)),
+            ("below", _condition(carried_inputs, additional_inputs, len(carried_inputs))),
+            ("step", _body(inner, carried_inputs, additional_inputs, len(outs), len(init), flips, output_flips)),
         ):
             names.append(f"loop_{number}_{name}")
             module.add_submodule(names[-1], GraphModule(inner, function))
         functions = [graph.get_attr(name) for name in names]
-        loop = graph.call_function(torch.ops.higher_order.while_loop, (*functions, carried, additional))
-        loop.meta = {**node.meta, "val": tuple(n.meta["val"] for n in carried)}
+        loop = graph.call_function(torch.ops.higher_order.while_loop, (*functions, carried_inputs, additional_inputs))
+        loop.meta = {**node.meta, "val": tuple(n.meta["val"] for n in carried_inputs)}
         parts = []
-        for k, one in enumerate(carried):
+        for k, source in enumerate(carried_inputs):
             parts.append(graph.call_function(operator.getitem, (loop, k)))
-            parts[-1].meta["val"] = one.meta["val"]
-    for users, back, out in zip(results, written_back, parts[1 : 1 + len(outs)], strict=True):
-        for reader in [r for user in users for r in user.users] if back else ():
+            parts[-1].meta["val"] = source.meta["val"]
+    for users, is_flipped, out in zip(results, output_flips, parts[1 : 1 + len(outs)], strict=True):
+        for reader in [r for user in users for r in user.users] if is_flipped else ():
             reader.replace_all_uses_with(out)
     replace_results(node, [*parts[1 + len(outs) :], *parts[1 : 1 + len(outs)]])
     if not body.users:
@@ -80,39 +80,41 @@ def _as_loop(module: GraphModule, node: Node, number: int) -> None:
         module.delete_submodule(body.target)
 
 
-def _condition(carried: Any, additional: Any, rows_at: int) -> Graph:
+def _condition(carried_inputs: Any, additional_inputs: Any, rows_at: int) -> Graph:
     graph = Graph()
-    counter, *_, length = _start(graph, carried, additional, rows_at)
+    counter, *_, length = _start(graph, carried_inputs, additional_inputs, rows_at)
     graph.output(call(graph, aten.lt.Scalar, counter, length))
     return graph
 
 
-def _start(graph: Graph, carried: Any, additional: Any, rows_at: int) -> list[Any]:
+def _start(graph: Graph, carried_inputs: Any, additional_inputs: Any, rows_at: int) -> list[Any]:
     """Add the placeholders and return them, then the number of steps."""
     inputs: list[Any] = []
-    for k, outer in enumerate((*carried, *additional)):
+    for k, outer in enumerate((*carried_inputs, *additional_inputs)):
         inputs.append(graph.placeholder(f"input_{k}"))
         inputs[-1].meta["val"] = outer.meta["val"] if isinstance(outer, Node) else outer
     length: Any = inputs[rows_at].meta["val"].shape[0]
     return [*inputs, call(graph, aten.sym_size.int, inputs[rows_at], 0) if isinstance(length, torch.SymInt) else length]
 
 
-def _body(inner: GraphModule, carried: Any, additional: Any, outs: int, states: int, flipped: list[bool], written_back: list[bool]) -> Graph:
+def _body(
+    inner: GraphModule, carried_inputs: Any, additional_inputs: Any, outs: int, states: int, flips: list[bool], output_flips: list[bool]
+) -> Graph:
     graph = Graph()
-    *inputs, length = _start(graph, carried, additional, len(carried))
-    counter, buffers, carry = inputs[0], inputs[1 : 1 + outs], inputs[1 + outs : len(carried)]
-    rows, others = inputs[len(carried) : len(carried) + len(flipped)], inputs[len(carried) + len(flipped) :]
+    *inputs, length = _start(graph, carried_inputs, additional_inputs, len(carried_inputs))
+    counter, buffers, carry = inputs[0], inputs[1 : 1 + outs], inputs[1 + outs : len(carried_inputs)]
+    rows, others = inputs[len(carried_inputs) : len(carried_inputs) + len(flips)], inputs[len(carried_inputs) + len(flips) :]
     step: Any = call(graph, aten._local_scalar_dense.default, counter)
     step.meta["unbacked_bindings"] = torch_api.compute_unbacked_bindings(counter.meta["val"].fake_mode.shape_env, step.meta["val"])
-    for within in (call(graph, operator.ge, step, 0), call(graph, operator.lt, step, length)):
-        call(graph, aten._assert_scalar.default, within, "the loop left its rows")
+    for in_bounds in (call(graph, operator.ge, step, 0), call(graph, operator.lt, step, length)):
+        call(graph, aten._assert_scalar.default, in_bounds, "the loop left its rows")
     last = call(graph, operator.sub, length, 1) if isinstance(length, Node) else length - 1
-    back = call(graph, operator.sub, last, step)
-    read = [call(graph, aten.select.int, row, 0, back if flip else step) for row, flip in zip(rows, flipped, strict=True)]
-    places = dict(zip(inner.graph.find_nodes(op="placeholder"), (*carry, *read, *others), strict=True))
-    results: Any = graph.graph_copy(inner.graph, places)
-    for result, buffer, flip in zip(results[states:], buffers, written_back, strict=True):
-        call(graph, aten.copy_.default, call(graph, aten.select.int, buffer, 0, back if flip else step), result)
+    reverse_step = call(graph, operator.sub, last, step)
+    row_slices = [call(graph, aten.select.int, row, 0, reverse_step if flip else step) for row, flip in zip(rows, flips, strict=True)]
+    mapping = dict(zip(inner.graph.find_nodes(op="placeholder"), (*carry, *row_slices, *others), strict=True))
+    results: Any = graph.graph_copy(inner.graph, mapping)
+    for result, buffer, flip in zip(results[states:], buffers, output_flips, strict=True):
+        call(graph, aten.copy_.default, call(graph, aten.select.int, buffer, 0, reverse_step if flip else step), result)
     graph.output((call(graph, aten.add.Tensor, counter, 1), *buffers, *results[:states]))
     return graph
 

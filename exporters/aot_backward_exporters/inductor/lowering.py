@@ -39,9 +39,9 @@ class GeneratedCode:
 
     def constants(self) -> dict[str, str]:
         """Return the library's name of each constant -> the attribute that it represents."""
-        found = _CONSTANT.findall(self.wrapper)
-        names = [value for kind, value in found if kind == "name"]
-        return dict(zip(names, [value for kind, value in found if kind == "original_fqn"], strict=True))
+        matches = _CONSTANT.findall(self.wrapper)
+        names = [value for kind, value in matches if kind == "name"]
+        return dict(zip(names, [value for kind, value in matches if kind == "original_fqn"], strict=True))
 
     def file(self, suffix: str) -> Path | None:
         return next((f for f in self.files if f.name.endswith(suffix)), None)
@@ -63,8 +63,8 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
                 raise second from first
     except torch_api.InductorError as error:
         reason = str(error).partition("\n")[0]
-        named = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
-        operator = named[1] if named else _operator_of(error)
+        match = re.search(r"^\s*target: (\S+)", str(error), re.MULTILINE)
+        operator = match[1] if match else _operator_of(error)
         raise ExportError.of(
             operator,
             f"{graph.name}: Inductor cannot compile {operator or 'the graph'}: {reason}. Leave it to eager, or make it a custom operator "
@@ -72,7 +72,9 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
         ) from error
 
 
-def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor, *, open_sizes: bool) -> GeneratedCode:
+def _lowered(
+    graph: Graph, form: Canonical, folder: Path, fake_mode: Any, num_guards: int, built_for: Processor, *, open_sizes: bool
+) -> GeneratedCode:
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
     graph_fixes.call_kernels(module)
@@ -103,21 +105,23 @@ def _lowered(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known:
         patches.loop_results_kept(),
         sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
         patches.generating_for(built_for),
-        patches.donating(graph, fake_mode) as donating,
+        patches.donating(graph, fake_mode) as donates_inputs,
     ):
-        compiled = torch_api.compile_fx_inner(module, inputs, static_input_idxs=[], is_inference=not donating, is_backward=donating, cpp_wrapper=True)
-    files = tuple(Path(f) for f in compiled.filename)
+        compiled_graph = torch_api.compile_fx_inner(
+            module, inputs, static_input_idxs=[], is_inference=not donates_inputs, is_backward=donates_inputs, cpp_wrapper=True
+        )
+    files = tuple(Path(f) for f in compiled_graph.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
-    new = [g.expr for g in fake_mode.shape_env.guards[known:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
-    lowered = GeneratedCode(
+    new_guards = [g.expr for g in fake_mode.shape_env.guards[num_guards:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
+    code = GeneratedCode(
         wrapper=wrapper,
         files=files,
-        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new],  # as text, torch's // would return as a fraction
+        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new_guards],  # as text, torch's // would return as a fraction
         # Only the other graph can interpret a guard that ties this graph's sizes to its own.
-        cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new),
+        cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new_guards),
     )
-    _check_constants(graph, lowered.constants())
-    return lowered
+    _check_constants(graph, code.constants())
+    return code
 
 
 def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
@@ -134,9 +138,9 @@ def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
 
 def _operator_of(error: BaseException) -> str:
     """Return the operator that Inductor was lowering when it raised, from the local variables of its frames; "" if none holds a node."""
-    found = ""
-    for one in (error, error.__cause__, getattr(error, "inner_exception", None)):
-        for frame, _ in traceback.walk_tb(one.__traceback__ if one is not None else None):
+    operator = ""
+    for exception in (error, error.__cause__, getattr(error, "inner_exception", None)):
+        for frame, _ in traceback.walk_tb(exception.__traceback__ if exception is not None else None):
             nodes = [v for k, v in frame.f_locals.items() if k in ("n", "node", "fx_node", "origin_node") and isinstance(v, torch.fx.Node)]
-            found = next((str(v.target) for v in nodes if v.op == "call_function"), found)
-    return found
+            operator = next((str(v.target) for v in nodes if v.op == "call_function"), operator)
+    return operator

@@ -95,8 +95,8 @@ def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
     original = getattr(module, name)
 
     def strides(shape: Any, stride: Any, wanted: Any, size_oblivious: bool = False) -> Any:
-        found = original(shape, stride, wanted, size_oblivious=True)
-        return original(shape, stride, wanted, size_oblivious=size_oblivious) if found is None else found
+        new_stride = original(shape, stride, wanted, size_oblivious=True)
+        return original(shape, stride, wanted, size_oblivious=size_oblivious) if new_stride is None else new_stride
 
     return patched(module, **{name: strides})
 

@@ -95,8 +95,8 @@ def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
 
     ``fake_mode``: the mode of its nodes' values."""
     _register_lowerings()
-    compared = [n for n in module.graph.nodes if n.target in (aten.eq.Tensor, aten.ne.Tensor)]
-    for node in dict.fromkeys(_computed(a) for n in compared for a in n.args[:2] if isinstance(a, Node)):
+    comparisons = [n for n in module.graph.nodes if n.target in (aten.eq.Tensor, aten.ne.Tensor)]
+    for node in dict.fromkeys(_computed(a) for n in comparisons for a in n.args[:2] if isinstance(a, Node)):
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point() and _is_generated(node):
             with module.graph.inserting_after(node), fake_mode:
@@ -108,8 +108,8 @@ def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _put_behind(node: Node, operator: Any) -> None:
-    called = graph_edit.call(node.graph, operator, node)
-    node.replace_all_uses_with(called, lambda user: user is not called)
+    new_node = graph_edit.call(node.graph, operator, node)
+    node.replace_all_uses_with(new_node, lambda user: user is not new_node)
 
 
 def _computed(node: Node) -> Node:
@@ -122,9 +122,9 @@ def _computed(node: Node) -> Node:
 
 def _is_generated(node: Node) -> bool:
     """Return whether Inductor generates code that computes the node."""
-    made_by = node.args[0] if node.target is operator.getitem else node
-    assert isinstance(made_by, Node)
-    return made_by.target not in _EXACT and not _is_called(made_by)
+    producer = node.args[0] if node.target is operator.getitem else node
+    assert isinstance(producer, Node)
+    return producer.target not in _EXACT and not _is_called(producer)
 
 
 def _is_called(node: Node) -> bool:

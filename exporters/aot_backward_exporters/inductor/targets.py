@@ -43,12 +43,12 @@ def parsed(targets: str) -> tuple[str, ...]:
     for name in names or [str(targets)]:
         if name not in KNOWN:
             raise ExportError(f"unknown target {name!r}; known: {', '.join(KNOWN)}")
-    full = tuple(f"cpu:{PLAIN}" if name == "cpu" else name for name in names)
-    if twice := [name for name in full if full.count(name) > 1]:
-        raise ExportError(f"target {twice[0]} is given twice (cpu is cpu:{PLAIN})")
-    if len({name.partition(":")[0] for name in full}) > 1:
+    full_names = tuple(f"cpu:{PLAIN}" if name == "cpu" else name for name in names)
+    if duplicates := [name for name in full_names if full_names.count(name) > 1]:
+        raise ExportError(f"target {duplicates[0]} is given twice (cpu is cpu:{PLAIN})")
+    if len({name.partition(":")[0] for name in full_names}) > 1:
         raise ExportError(f"targets {targets!r}: expected one device type, got several; a package's graphs are captured on one")
-    return full
+    return full_names
 
 
 def processor(target: str) -> Processor:
@@ -58,12 +58,12 @@ def processor(target: str) -> Processor:
 
 def target_spec(target: str) -> Target:
     """Return the specification of ``target``, one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" may be absent."""
-    known = processor(target)
+    level = processor(target)
     if target.startswith("cpu"):
-        return Target("cpu", march=known.march, cpu_flags=known.flags, name=target if ":" in target else f"cpu:{PLAIN}")
+        return Target("cpu", march=level.march, cpu_flags=level.flags, name=target if ":" in target else f"cpu:{PLAIN}")
     arch = target.partition(":")[2]
     if not arch:
         if not torch.cuda.is_available():
             raise ExportError(f"target {target!r}: this machine has no GPU that torch {torch.__version__} can use")
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    return Target("cuda", march=known.march, cpu_flags=known.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target)
+    return Target("cuda", march=level.march, cpu_flags=level.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target)

@@ -71,7 +71,7 @@ def located(graph: Graph, error: ExportError) -> ExportError:
 def called_at(graph: Graph, operator: str) -> str:
     """Return the line of user code that calls the operator ("aten.mm.default"); "" if the capture did not record it."""
     lines = [n.meta[LINE] for n in graph.module.graph.nodes if str(n.target) == operator and LINE in n.meta]
-    line = next((one for one in lines if one.file), None)
+    line = next((candidate for candidate in lines if candidate.file), None)
     if line is None:
         return ""
     return f"in {line.function}{f' of {line.module!r}' if line.module else ''} ({line.file}:{line.number}: {line.text})"
@@ -82,29 +82,29 @@ def part_of(graph: Graph, operator: str) -> str:
     first = next((n for n in graph.module.graph.nodes if str(n.target) == operator), None)
     if first is None:
         return ""
-    behind, before = _closure([first], lambda n: n.users), _closure([first], lambda n: n.all_input_nodes)
+    descendants, ancestors = _closure([first], lambda n: n.users), _closure([first], lambda n: n.all_input_nodes)
     results = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
-    reached = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in behind]
-    if not any(name.startswith("output") for name in reached):  # the loss does not depend on it: it belongs to the backward
-        gradients = [name.removeprefix("gradient of ").partition(" from ")[0] for name in reached if name.startswith("gradient of ")]
-        gradients = gradients or [_parameter(graph, n) for n in behind if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
-        if named := list(dict.fromkeys(filter(None, gradients))):
-            return f"part of the gradient of {_listed(named)}"
+    output_names = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in descendants]
+    if not any(name.startswith("output") for name in output_names):  # the loss does not depend on it: it belongs to the backward
+        gradients = [name.removeprefix("gradient of ").partition(" from ")[0] for name in output_names if name.startswith("gradient of ")]
+        gradients = gradients or [_parameter(graph, n) for n in descendants if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
+        if names := list(dict.fromkeys(filter(None, gradients))):
+            return f"part of the gradient of {_listed(names)}"
     inputs = dict(zip(graph.module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
-    sources = [_parameter(graph, n) if n.op == "get_attr" else inputs[n].name for n in before if n.op in ("get_attr", "placeholder")]
-    named = list(dict.fromkeys(filter(None, sources)))
-    return f"computed from {_listed(named)}" if named else ""
+    sources = [_parameter(graph, n) if n.op == "get_attr" else inputs[n].name for n in ancestors if n.op in ("get_attr", "placeholder")]
+    names = list(dict.fromkeys(filter(None, sources)))
+    return f"computed from {_listed(names)}" if names else ""
 
 
-def _closure(found: Iterable[Node], further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """Return ``found`` and all nodes that ``further`` reaches from them, breadth first."""
-    seen = dict.fromkeys(found)
-    waiting = list(seen)
-    for node in waiting:
-        new = [n for n in further(node) if n not in seen]
-        seen.update(dict.fromkeys(new))
-        waiting += new
-    return waiting
+def _closure(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Return ``nodes`` and all nodes that ``neighbors`` reaches from them, breadth first."""
+    visited = dict.fromkeys(nodes)
+    queue = list(visited)
+    for node in queue:
+        new = [n for n in neighbors(node) if n not in visited]
+        visited.update(dict.fromkeys(new))
+        queue += new
+    return queue
 
 
 def _parameter(graph: Graph, node: Any) -> str:
@@ -120,57 +120,59 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
-def _lowered(graph: Graph, known: Callable[[Any], bool], vector: str) -> Lowered:
+def _lowered(graph: Graph, has_translation: Callable[[Any], bool], vector: str) -> Lowered:
     _refuse(graph)
     first: dict[str, str] = {}
     for attribute, (key, _) in graph.constants.items():
         first.setdefault(key, attribute)
-    alike = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may have several names
+    canonical = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may have several names
     constants = tuple(a for a in first.values() if a != vector)
     length = graph.constants[vector][1].shape[0] if vector else 0
     fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
     symbols = _symbols(graph.inputs, fake_mode.shape_env)
-    carried = _size_carriers(graph.inputs)
+    size_carriers = _size_carriers(graph.inputs)
     with fake_mode:
-        inputs = [_fake(spec, symbols) for i, spec in enumerate(graph.inputs) if i not in carried]
-        held = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
+        inputs = [_fake(spec, symbols) for i, spec in enumerate(graph.inputs) if i not in size_carriers]
+        weights = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
-    interpreter = _FunctionalInterpreter(graph, carried, constants, alike, vector)
-    table = _decompositions(known)
+    interpreter = _FunctionalInterpreter(graph, size_carriers, constants, canonical, vector)
+    table = _decompositions(has_translation)
     with (
         fake_mode,
         torch.no_grad(),
         torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
         torch.fx.traceback.preserve_node_meta(),
     ):
-        flat = _traced(interpreter, table, inputs, held, scalars)
-    if fixed := [name for name, size in symbols.items() if not size.node.expr.is_Symbol]:
-        raise ExportError(f"{graph.name}: the ONNX translation would hold for one value of {', '.join(fixed)} only; make that dimension static")
+        flat = _traced(interpreter, table, inputs, weights, scalars)
+    if static_names := [name for name, size in symbols.items() if not size.node.expr.is_Symbol]:
+        raise ExportError(
+            f"{graph.name}: the ONNX translation would hold for one value of {', '.join(static_names)} only; make that dimension static"
+        )
     flat.graph.set_codegen(torch.fx.CodeGen())
     _drop_checks(flat)
     flat.graph.eliminate_dead_code()
     flat.recompile()
-    _refuse_unknown(flat, graph, known)
+    _refuse_unknown(flat, graph, has_translation)
     rewrite(flat)
     torch_api.InsertTypePromotion(flat).run()
     widen(flat)
-    used = _without_unused(flat, len(inputs) + len(constants), length)
-    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in carried), constants, tuple(interpreter.updated), used)
+    numbers = _without_unused(flat, len(inputs) + len(constants), length)
+    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in size_carriers), constants, tuple(interpreter.updated), numbers)
 
 
-def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], inputs: Any, held: Any, scalars: Any) -> GraphModule:
-    def run(*given: Any) -> Any:
-        return interpreter.traced(*given)
+def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], inputs: Any, weights: Any, scalars: Any) -> GraphModule:
+    def run(*args: Any) -> Any:
+        return interpreter.traced(*args)
 
     try:
-        return make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic")(inputs, held, scalars)
+        return make_fx(run, decomposition_table=dict(table), tracing_mode="symbolic")(inputs, weights, scalars)
     except ExportError as error:  # FX appends its own context to the message
         raise ExportError.of(error.operator, str(error).partition("\n")[0]) from error
     except Exception as error:  # a decomposition, PyTorch's or ours, may raise anything
-        first = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[0]
         raise ExportError.of(
             interpreter.current,
-            f"{interpreter.current} as it is called here has no ONNX translation ({type(error).__name__}: {first}): leave this part to eager",
+            f"{interpreter.current} as it is called here has no ONNX translation ({type(error).__name__}: {message}): leave this part to eager",
         ) from error
 
 
@@ -188,15 +190,15 @@ def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.Sy
 
 def _size_carriers(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
     """Return the empty inputs that only carry a size which other inputs also have: for each symbol, the input and the dimension."""
-    shown: dict[str, tuple[int, int]] = {}
+    positions: dict[str, tuple[int, int]] = {}
     carriers = [i for i, spec in enumerate(inputs) if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0]
     for i, spec in enumerate(inputs):
         if i not in carriers:
             for d, size in enumerate(spec.shape):
                 if isinstance(size, str) and size.isidentifier():
-                    shown.setdefault(size, (i, d))
-    needed = {i: symbols_of(inputs[i].shape[0]) for i in carriers}
-    return {i: {name: shown[name] for name in names} for i, names in needed.items() if names <= shown.keys()}
+                    positions.setdefault(size, (i, d))
+    symbols = {i: symbols_of(inputs[i].shape[0]) for i in carriers}
+    return {i: {name: positions[name] for name in names} for i, names in symbols.items() if names <= positions.keys()}
 
 
 def _fake(spec: TensorSpec, symbols: Mapping[str, torch.SymInt]) -> torch.Tensor:
@@ -218,14 +220,14 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         self.updated: dict[str, torch.Tensor] = {}
         self.current: Any = "the graph"  # the operator that is run
 
-    def traced(self, inputs: list[torch.Tensor], held: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.held, self.scalars, self.updated = dict(zip(self.constants, held, strict=True)), scalars, {}
-        given = iter(inputs)
-        every = [None if i in self.carried else next(given) for i in range(len(self.specs))]
-        for i, shown in self.carried.items():
-            sizes = {name: every[j].shape[d] for name, (j, d) in shown.items()}  # type: ignore[union-attr]
-            every[i] = torch.empty([evaluate(self.specs[i].shape[0], sizes), 0])
-        results = super().run(*every, enable_io_processing=False)
+    def traced(self, inputs: list[torch.Tensor], weights: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.held, self.scalars, self.updated = dict(zip(self.constants, weights, strict=True)), scalars, {}
+        remaining = iter(inputs)
+        args = [None if i in self.carried else next(remaining) for i in range(len(self.specs))]
+        for i, positions in self.carried.items():
+            sizes = {name: args[j].shape[d] for name, (j, d) in positions.items()}  # type: ignore[union-attr]
+            args[i] = torch.empty([evaluate(self.specs[i].shape[0], sizes), 0])
+        results = super().run(*args, enable_io_processing=False)
         return [*results, *self.updated.values()]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -234,12 +236,12 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         body, carry, rows, others = args
         if isinstance(rows[0].shape[0], torch.SymInt):
             raise ExportError.of(target, f"{target} over a dynamic length has no ONNX translation. Make the length static")
-        stacked: list[Any] = []
+        step_results: list[Any] = []
         for step in range(rows[0].shape[0]):
             results = torch.fx.Interpreter(body).run(*carry, *(row[step] for row in rows), *others)
             carry = results[: len(carry)]
-            stacked.append(results[len(carry) :])
-        return *carry, *(torch.stack(values) for values in zip(*stacked, strict=True))
+            step_results.append(results[len(carry) :])
+        return *carry, *(torch.stack(values) for values in zip(*step_results, strict=True))
 
     def run_node(self, n: Node) -> Any:
         self.current = n.target
@@ -274,11 +276,11 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         return bool(self.vector) and isinstance(node, Node) and node.op == "get_attr" and node.target == self.vector
 
 
-def _decompositions(known: Callable[[Any], bool]) -> dict[Any, Callable[..., Any]]:
+def _decompositions(has_translation: Callable[[Any], bool]) -> dict[Any, Callable[..., Any]]:
     table = {
         operator: function
         for operator, function in torch_api.decomposition_table.items()
-        if isinstance(operator, torch_api.OpOverload) and not known(operator)
+        if isinstance(operator, torch_api.OpOverload) and not has_translation(operator)
     }
     return table | ours()
 
@@ -303,10 +305,10 @@ def _refuse(graph: Graph) -> None:
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else (values,):
             if isinstance(value, torch.Tensor) and value.dtype in _NO_TYPE:
-                what = node.target if node.op == "call_function" else "an input or parameter"
+                subject = node.target if node.op == "call_function" else "an input or parameter"
                 raise ExportError.of(
-                    what,
-                    f"{what} is {str(value.dtype).removeprefix('torch.')}, and ONNX has no complex numbers: compute with real and imaginary parts",
+                    subject,
+                    f"{subject} is {str(value.dtype).removeprefix('torch.')}, and ONNX has no complex numbers: compute with real and imaginary parts",
                 )
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 raise ExportError(
@@ -316,18 +318,18 @@ def _refuse(graph: Graph) -> None:
 
 def _draws(node: Node) -> bool:
     """Return whether the node draws random numbers. Attention has its own check for nonzero dropout."""
-    tagged = isinstance(node.target, torch_api.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    return tagged and "scaled_dot_product" not in str(node.target)
+    is_random = isinstance(node.target, torch_api.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_random and "scaled_dot_product" not in str(node.target)
 
 
-def _refuse_unknown(module: GraphModule, graph: Graph, known: Callable[[Any], bool]) -> None:
-    captured = {n.name: n for n in graph.module.graph.nodes if n.op == "call_function"}
+def _refuse_unknown(module: GraphModule, graph: Graph, has_translation: Callable[[Any], bool]) -> None:
+    originals = {n.name: n for n in graph.module.graph.nodes if n.op == "call_function"}
     for node in module.graph.nodes:
-        if node.op == "call_function" and not known(node.target):
-            source = next((captured[h.name] for h in node.meta.get("from_node") or [] if h.name in captured), node)
-            needs = f" ({node.target})" if source.target is not node.target else ""
+        if node.op == "call_function" and not has_translation(node.target):
+            source = next((originals[h.name] for h in node.meta.get("from_node") or [] if h.name in originals), node)
+            detail = f" ({node.target})" if source.target is not node.target else ""
             raise ExportError.of(
-                source.target, f"{source.target} has no ONNX translation{needs}: leave this part to eager, or write it with other operators"
+                source.target, f"{source.target} has no ONNX translation{detail}: leave this part to eager, or write it with other operators"
             )
 
 
@@ -340,11 +342,11 @@ def _drop_checks(module: GraphModule) -> None:
 def _without_unused(module: GraphModule, first: int, length: int) -> tuple[int, ...]:
     """Erase the placeholders of unread numbers. Return the positions of the others."""
     placeholders: Iterable[Node] = list(module.graph.find_nodes(op="placeholder"))[first:]
-    used = []
+    positions = []
     for i, node in zip(range(length), placeholders, strict=True):
         if node.users:
-            used.append(i)
+            positions.append(i)
         else:
             module.graph.erase_node(node)
     module.recompile()
-    return tuple(used)
+    return tuple(positions)

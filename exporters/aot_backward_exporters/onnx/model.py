@@ -96,43 +96,43 @@ def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translate
 def _quiet() -> Iterator[None]:
     """Silence the translators' logs about a missing torchvision, nodes without a module, and values that are not folded."""
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    before = [log.level for log in logs]
+    levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for log, level in zip(logs, before, strict=True):
+        for log, level in zip(logs, levels, strict=True):
             log.setLevel(level)
 
 
 def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
     registry = _registry()
-    place = {key: i for i, key in enumerate(names.constants)}
-    ordered = sorted(graph.constants.items(), key=lambda item: (place.get(item[1][0], len(place)), item[1][0], item[0]))
-    graph = dataclasses.replace(graph, constants=dict(ordered))  # in the module's order, also for a graph that was read from a package
+    order = {key: i for i, key in enumerate(names.constants)}
+    sorted_constants = sorted(graph.constants.items(), key=lambda item: (order.get(item[1][0], len(order)), item[1][0], item[0]))
+    graph = dataclasses.replace(graph, constants=dict(sorted_constants))  # in the module's order, also for a graph that was read from a package
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
     model = _nodes(graph, lowered, registry)
     weights = [graph.constants[a] for a in lowered.constants]
-    fixed = {key: f"constant.{i}" for i, key in enumerate(key for key, _ in weights if key not in names.constants)}
-    constants = [names.constants.get(key) or fixed[key] for key, _ in weights]
-    updated = {graph.constants[a][0]: f"updated.{names.constants[graph.constants[a][0]]}" for a in lowered.updated}
+    fixed_names = {key: f"constant.{i}" for i, key in enumerate(key for key, _ in weights if key not in names.constants)}
+    constants = [names.constants.get(key) or fixed_names[key] for key, _ in weights]
+    updated_names = {graph.constants[a][0]: f"updated.{names.constants[graph.constants[a][0]]}" for a in lowered.updated}
     numbers = [names.numbers[i] for i in lowered.numbers]
     values = {name: tensor.detach() for name, (_, tensor) in zip(constants, weights, strict=True)}
     values |= {n.name: torch.tensor(n.value, dtype=torch.float64) for n in numbers}
     inputs = {names.inputs[i]: graph.inputs[i] for i in lowered.inputs} | {n: _spec(t) for n, t in values.items()}
     outputs = [o for o in names.outputs if not o[1].startswith("first:") or o[0].removeprefix("updated.") in inputs]
-    outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated.values())]
+    outputs += [(name, f"result:{len(graph.outputs) + i}") for i, name in enumerate(updated_names.values())]
     _name_inputs_and_outputs(model, list(inputs), outputs, names)
-    results = [*graph.outputs, *(_spec(values[names.constants[key]]) for key in updated)]
-    _describe(model, inputs, outputs, results, names)
-    kept = [v for v in model.graph.inputs if v.name not in fixed.values()]
-    left_out = [v for v in model.graph.inputs if v.name in fixed.values()]
+    output_specs = [*graph.outputs, *(_spec(values[names.constants[key]]) for key in updated_names)]
+    _describe(model, inputs, outputs, output_specs, names)
+    model_inputs = [v for v in model.graph.inputs if v.name not in fixed_names.values()]
+    fixed_inputs = [v for v in model.graph.inputs if v.name in fixed_names.values()]
     model.graph.inputs.clear()
-    model.graph.inputs.extend(kept)
+    model.graph.inputs.extend(model_inputs)
     proto = ir.to_proto(model)
-    proto.graph.value_info.extend(ir.to_proto(value) for value in left_out)
+    proto.graph.value_info.extend(ir.to_proto(value) for value in fixed_inputs)
     proto.ir_version, proto.producer_name, proto.producer_version = IR_VERSION, "aot-backward", VERSION
     proto.doc_string = f"{graph.name}, captured by aot-backward {VERSION} from PyTorch {torch.__version__}"
     for key, text in {**about, "torch": torch.__version__, "opset": f"{OPSET}: the oldest that PyTorch's translations are written for"}.items():
@@ -140,33 +140,33 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     keys = {name: key for name, (key, _) in zip(constants, weights, strict=True)}
     return Translated(
         proto,
-        {n: t for n, t in values.items() if n not in fixed.values()},
-        {n: t for n, t in values.items() if n in fixed.values()},
-        updated,
+        {n: t for n, t in values.items() if n not in fixed_names.values()},
+        {n: t for n, t in values.items() if n in fixed_names.values()},
+        updated_names,
         keys,
     )
 
 
 def numpy_of(tensor: torch.Tensor) -> Any:
     """Return a row-major array, as ONNX has no strides; bfloat16 as ``ml_dtypes.bfloat16``."""
-    plain = tensor.detach().cpu().contiguous()
-    if plain.dtype is torch.bfloat16:
+    data = tensor.detach().cpu().contiguous()
+    if data.dtype is torch.bfloat16:
         import ml_dtypes
 
-        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return plain.numpy()
+        return data.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return data.numpy()
 
 
 def bits_of(tensor: torch.Tensor) -> Any:
     """Return the same as :func:`numpy_of`, but bfloat16 as its bits."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain.view(torch.int16).numpy().view(numpy.uint16) if plain.dtype is torch.bfloat16 else plain.numpy()
+    data = tensor.detach().cpu().contiguous()
+    return data.view(torch.int16).numpy().view(numpy.uint16) if data.dtype is torch.bfloat16 else data.numpy()
 
 
 def tensor_of(array: Any) -> torch.Tensor:
     shape, array = numpy.shape(array), numpy.ascontiguousarray(array)  # ascontiguousarray turns a scalar into a row
-    found = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
-    return found.reshape(shape)
+    tensor = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
+    return tensor.reshape(shape)
 
 
 @functools.cache
@@ -190,40 +190,42 @@ def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
 
 
 def _refused(lowered: Lowered, error: Exception) -> ExportError:
-    said = str(error)
-    node = next((n for n in lowered.module.graph.nodes if n.op == "call_function" and f"%{n.name} " in said), None)
+    message = str(error)
+    node = next((n for n in lowered.module.graph.nodes if n.op == "call_function" and f"%{n.name} " in message), None)
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    first = (str(cause).splitlines() or [type(cause).__name__])[0]
+    reason = (str(cause).splitlines() or [type(cause).__name__])[0]
     target = node.target if node is not None else "the graph"
     return ExportError.of(
-        target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {first}): leave this part to eager"
+        target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {reason}): leave this part to eager"
     )
 
 
 def _name_inputs_and_outputs(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
-    taken = {*inputs, *(n for n, _ in outputs)}
+    used_names = {*inputs, *(n for n, _ in outputs)}
     for value in _values(model):
-        while value.name in taken:
+        while value.name in used_names:
             value.name = f"{value.name}_"
     for value, name in zip(model.graph.inputs, inputs, strict=True):
         value.name = name
     results, by_name = list(model.graph.outputs), {v.name: v for v in model.graph.inputs}
     model.graph.outputs.clear()
-    used: set[int] = set()
+    named_ids: set[int] = set()
     for name, source in outputs:
-        kind, _, where = source.partition(":")
+        kind, _, reference = source.partition(":")
         if kind == "first":
-            finite = next((v for v in model.graph.outputs if v.name == where), None)
+            finite = next((v for v in model.graph.outputs if v.name == reference), None)
             model.graph.outputs.append(_not_first(model, name, by_name[name.removeprefix("updated.")], finite))
             continue
-        value = results[int(where)] if kind == "result" else by_name[names.inputs[int(where)] if kind == "input" else names.constants[where]]
-        if value.is_graph_input() or value.is_initializer() or id(value) in used:
+        value = (
+            results[int(reference)] if kind == "result" else by_name[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
+        )
+        if value.is_graph_input() or value.is_initializer() or id(value) in named_ids:
             node = ir.node("Identity", [value], name=f"node_{name}")
             model.graph.append(node)
             value = node.outputs[0]
-        used.add(id(value))
+        named_ids.add(id(value))
         value.name = name
         model.graph.outputs.append(value)
 
@@ -235,9 +237,9 @@ def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
     value = zero.outputs[0]
     if finite is not None:
         value.name = f"{name}.zero"
-        chosen = ir.node("Where", [finite, value, first], name=f"node_{name}")
-        model.graph.append(chosen)
-        value = chosen.outputs[0]
+        where_node = ir.node("Where", [finite, value, first], name=f"node_{name}")
+        model.graph.append(where_node)
+        value = where_node.outputs[0]
     value.name = name
     return value
 
@@ -251,11 +253,13 @@ def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tu
     for value in model.graph.inputs:
         _type(value, inputs[value.name], names)
     for value, (_, source) in zip(model.graph.outputs, outputs, strict=True):
-        kind, _, where = source.partition(":")
+        kind, _, reference = source.partition(":")
         if kind == "first":
             _type(value, TensorSpec("", "float64", "cpu", (), ()), names)
             continue
-        spec = results[int(where)] if kind == "result" else inputs[names.inputs[int(where)] if kind == "input" else names.constants[where]]
+        spec = (
+            results[int(reference)] if kind == "result" else inputs[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
+        )
         _type(value, spec, names)
 
 
@@ -281,17 +285,17 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 
 def _document(model: Any, graph: Graph) -> None:
     """Write into each node the operator of the captured graph that it belongs to, and the line of user code if it is known."""
-    captured = {node.name: node for node in graph.module.graph.nodes}
+    originals = {node.name: node for node in graph.module.graph.nodes}
     for node in model.graph:
         history = (node.meta["node"].meta.get("from_node") or []) if "node" in node.meta else []
         node.metadata_props.clear()
-        source = next((captured[h.name] for h in history if h.name in captured), None)
+        source = next((originals[h.name] for h in history if h.name in originals), None)
         if source is None:
             continue
         line = source.meta.get(LINE)
-        where = [f"in {line.module}"] if line is not None and line.module else []
-        where += [f"{line.file}:{line.number}: {line.text}"] if line is not None and line.file else []
-        node.doc_string = ", ".join([str(source.target), *where])
+        location = [f"in {line.module}"] if line is not None and line.module else []
+        location += [f"{line.file}:{line.number}: {line.text}"] if line is not None and line.file else []
+        node.doc_string = ", ".join([str(source.target), *location])
 
 
 def _values(model: Any) -> Iterator[Any]:
@@ -307,7 +311,7 @@ def element_type(dtype: torch.dtype) -> int:
 
 
 def _element_type(name: str) -> Any:
-    known = _TYPES.get(name, name.upper())
-    if known not in ir.DataType.__members__:
+    member = _TYPES.get(name, name.upper())
+    if member not in ir.DataType.__members__:
         raise ExportError(f"a tensor is {name}, and ONNX has no such dtype: convert the tensor first")
-    return ir.DataType[known]
+    return ir.DataType[member]

@@ -26,11 +26,11 @@ def rewrite(module: GraphModule) -> None:
 
 def _without_waiting(module: GraphModule) -> None:
     """Remove a False that depends on tensors: it orders native code that updates in place, and ONNX needs no order."""
-    false: set[Node] = set()
+    false_nodes: set[Node] = set()
     for node in list(module.graph.nodes):
-        if _is_never(node) or (node.target is aten.logical_or.default and false.issuperset(node.args)):
-            false.add(node)
-        elif node.target is aten.where.self and node.args[0] in false:
+        if _is_never(node) or (node.target is aten.logical_or.default and false_nodes.issuperset(node.args)):
+            false_nodes.add(node)
+        elif node.target is aten.where.self and node.args[0] in false_nodes:
             node.replace_all_uses_with(node.args[2])
             module.graph.erase_node(node)
 
@@ -61,30 +61,30 @@ def _numbers_as_tensors(module: GraphModule) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        for i, (given, wanted) in enumerate(zip(node.args, schema.arguments, strict=False)):
-            if isinstance(given, Node) and isinstance(given.meta.get("val"), torch.SymInt | torch.SymFloat) and str(wanted.type) == "Tensor":
+        for i, (arg, param) in enumerate(zip(node.args, schema.arguments, strict=False)):
+            if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat) and str(param.type) == "Tensor":
                 with module.graph.inserting_before(node):
-                    made = module.graph.call_function(aten.scalar_tensor.default, (given,), {"dtype": node.meta["val"].dtype})
+                    tensor_node = module.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": node.meta["val"].dtype})
                 with node.meta["val"].fake_mode:
-                    made.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
-                node.update_arg(i, made)
+                    tensor_node.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
+                node.update_arg(i, tensor_node)
 
 
 def widen(module: GraphModule) -> None:
     """Compute 16-bit arithmetic in float32 and round once, as eager's CPU kernels do; onnxruntime has hardly any 16-bit kernels for CPUs."""
     for node in [n for n in module.graph.nodes if n.op == "call_function" and n.target not in _MOVES]:
         value = node.meta.get("val")
-        low = [n for n in node.all_input_nodes if _dtype(n) in _LOW]
-        makes = isinstance(value, torch.Tensor) and value.dtype in _LOW
-        if not low and not makes:
+        low_inputs = [n for n in node.all_input_nodes if _dtype(n) in _LOW]
+        is_low = isinstance(value, torch.Tensor) and value.dtype in _LOW
+        if not low_inputs and not is_low:
             continue
         if node.kwargs.get("dtype") in _LOW:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
-        for given in low:
+        for operand in low_inputs:
             with module.graph.inserting_before(node):
-                wide = _cast(module, given, torch.float32)
-            node.replace_input_with(given, wide)
-        if makes:
+                wide = _cast(module, operand, torch.float32)
+            node.replace_input_with(operand, wide)
+        if is_low:
             users = list(node.users)
             dtype = value.dtype
             node.meta["val"] = value.to(torch.float32)
@@ -101,6 +101,6 @@ def _dtype(node: Node) -> Any:
 
 
 def _cast(module: GraphModule, node: Node, dtype: torch.dtype) -> Node:
-    made = module.graph.call_function(prims.convert_element_type.default, (node, dtype))
-    made.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
-    return made
+    cast = module.graph.call_function(prims.convert_element_type.default, (node, dtype))
+    cast.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
+    return cast

@@ -60,13 +60,13 @@ def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
         return quotient
     if rounding_mode == "trunc":
         return op.Mul(op.Floor(op.Abs(quotient)), op.Sign(quotient))
-    rest = op.Mod(a, b, fmod=1)
+    remainder = op.Mod(a, b, fmod=1)
     zero, half, one = (_number(v, a.dtype.value) for v in (0.0, 0.5, 1.0))
-    below = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(b, zero)))
-    near = op.Div(op.Sub(a, rest), b)
-    near = op.Where(below, op.Sub(near, one), near)
-    floor = op.Floor(near)
-    floor = op.Where(op.Greater(op.Sub(near, floor), half), op.Add(floor, one), floor)
+    is_below = op.And(op.Not(op.Equal(remainder, zero)), op.Xor(op.Less(remainder, zero), op.Less(b, zero)))
+    estimate = op.Div(op.Sub(a, remainder), b)
+    estimate = op.Where(is_below, op.Sub(estimate, one), estimate)
+    floor = op.Floor(estimate)
+    floor = op.Where(op.Greater(op.Sub(estimate, floor), half), op.Add(floor, one), floor)
     return op.Where(op.Equal(b, zero), quotient, floor)
 
 
@@ -80,28 +80,28 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
         ceil_mode: bool = False,
     ) -> Any:
         """Translate ``max_pool``. ONNX's indices count through the whole batch, eager's within one image."""
-        kernel, pads, spread = (list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation))
+        kernel, pads, dilations = (list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation))
         steps = (list(stride) * spatial if len(stride) == 1 else list(stride)) if stride else kernel
-        alone = len(x.shape) == spatial + 1
-        batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if alone else x
+        is_unbatched = len(x.shape) == spatial + 1
+        batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if is_unbatched else x
         sizes = list(x.shape)[len(x.shape) - spatial :]
-        behind = list(pads)
+        end_pads = list(pads)
         if ceil_mode:  # ONNX would count windows that begin after the input, which eager does not
             if not all(isinstance(n, int) for n in sizes):
                 raise ValueError("ceil_mode and images of dynamic size; make height and width static")
-            reach = [d * (k - 1) + 1 for k, d in zip(kernel, spread, strict=True)]
-            counts = [windows(n, r, s, p, True) for n, r, s, p in zip(sizes, reach, steps, pads, strict=True)]
-            behind = [max((c - 1) * s + r - n - p, 0) for c, s, r, n, p in zip(counts, steps, reach, sizes, pads, strict=True)]
-        out, places = op.MaxPool(batch, dilations=spread, kernel_shape=kernel, pads=[*pads, *behind], strides=steps)
+            extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
+            counts = [windows(n, r, s, p, True) for n, r, s, p in zip(sizes, extents, steps, pads, strict=True)]
+            end_pads = [max((c - 1) * s + r - n - p, 0) for c, s, r, n, p in zip(counts, steps, extents, sizes, pads, strict=True)]
+        out, indices = op.MaxPool(batch, dilations=dilations, kernel_shape=kernel, pads=[*pads, *end_pads], strides=steps)
         if all(isinstance(n, int) for n in sizes):
             image = op.Constant(value_int=math.prod(sizes))
         else:
             image = op.ReduceProd(op.Shape(batch, start=2), keepdims=0)
-        places = op.Mod(places, image)
-        if alone:
+        indices = op.Mod(indices, image)
+        if is_unbatched:
             axes = op.Constant(value_ints=[0])
-            return op.Squeeze(out, axes), op.Squeeze(places, axes)
-        return out, places
+            return op.Squeeze(out, axes), op.Squeeze(indices, axes)
+        return out, indices
 
     return translated
 

@@ -91,23 +91,23 @@ def graph_of(
     except PackageError as error:
         raise PackageError(f"the portable graph {name} cannot be read: {error}") from error
     names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
-    given = len(list(module.graph.find_nodes(op="placeholder")))
+    count = len(list(module.graph.find_nodes(op="placeholder")))
     results = next((n.args[0] for n in module.graph.find_nodes(op="output")), None)
     if not isinstance(results, tuple):
         raise PackageError(f"the portable graph {name} has no list of outputs")
-    if given != len(spec.inputs) or len(results) != len(spec.outputs):
+    if count != len(spec.inputs) or len(results) != len(spec.outputs):
         raise PackageError(
-            f"the portable graph {name} has {given} inputs and {len(results)} outputs; its library has {len(spec.inputs)} and {len(spec.outputs)}"
+            f"the portable graph {name} has {count} inputs and {len(results)} outputs; its library has {len(spec.inputs)} and {len(spec.outputs)}"
         )
     if {c.weight for c in spec.constants} != set(names.values()):
-        different = sorted({c.weight for c in spec.constants} ^ set(names.values()))
-        raise PackageError(f"the portable graph {name} and its library do not read the same weights: {different[0]}")
-    for result, looks in zip(results, spec.outputs, strict=True):
+        mismatches = sorted({c.weight for c in spec.constants} ^ set(names.values()))
+        raise PackageError(f"the portable graph {name} and its library do not read the same weights: {mismatches[0]}")
+    for result, output in zip(results, spec.outputs, strict=True):
         value = result.meta["val"] if isinstance(result, Node) else None
-        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{looks.dtype}", len(looks.shape)):
-            raise PackageError(f"the portable graph {name} and its library disagree on the dtype or the dimensions of {looks.name}")
+        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{output.dtype}", len(output.shape)):
+            raise PackageError(f"the portable graph {name} and its library disagree on the dtype or the dimensions of {output.name}")
     donated = form.get("donated", [])
-    if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < given for i in donated):
+    if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < count for i in donated):
         raise PackageError(f"the portable graph {name} donates inputs that it does not have")
     return Graph(
         name=name,
@@ -127,7 +127,7 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell)
     numbers: dict[Node, int] = {}
     nodes: list[Any] = []
     constants: dict[str, Any] = {}
-    names, looks, places = list[str](), list[Any](), list[int]()
+    names, metadata, places = list[str](), list[Any](), list[int]()
     lines: dict[Line, int] = {}
     for node in module.graph.nodes:
         numbers[node] = len(numbers)
@@ -142,14 +142,14 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell)
         else:
             raise ExportError(f"the graph holds a {node.op} node, which cannot be written")
         names.append(node.name)
-        looks.append(_looks(node.meta.get("val"), spell))
+        metadata.append(_looks(node.meta.get("val"), spell))
         line = node.meta.get(LINE)
         places.append(-1 if line is None else lines.setdefault(line, len(lines)))
     return {
         "nodes": nodes,
         "constants": constants,
         "names": names,
-        "looks": looks,
+        "looks": metadata,
         "places": places,
         "kernels": [n for n, node in enumerate(module.graph.nodes) if node.meta.get(EAGER_KERNEL)],
         "rounded": [n for n, node in enumerate(module.graph.nodes) if node.meta.get(ROUNDED)],
@@ -180,22 +180,22 @@ def _graph(
 ) -> GraphModule:
     root = torch.nn.Module()
     graph = FxGraph()
-    made: list[Node] = []
-    rest = iter(inputs)
+    nodes: list[Node] = []
+    remaining = iter(inputs)
     names, places = form.get("names"), form.get("places")
     lines = [Line(*line) for line in form.get("lines", ())]
     kernels = frozenset(form.get("kernels", ()))
-    rounded = frozenset(form["rounded"]) if "rounded" in form else None  # older files lack it: round everything
+    rounded_nodes = frozenset(form["rounded"]) if "rounded" in form else None  # older files lack it: round everything
     for n, (kind, *parts) in enumerate(form["nodes"]):
         name = _identifier(names[n]) if names else f"v{n}"
         if kind == "placeholder":
             node = graph.placeholder(name)
-            node.meta["val"] = next(rest)
+            node.meta["val"] = next(remaining)
         elif kind in ("constant", "weight"):
             if kind == "constant":
-                known = form["constants"][str(n)]
+                constant = form["constants"][str(n)]
                 with torch_api.unset_fake_temporarily():
-                    value = torch.tensor(known["values"], dtype=getattr(torch, known["dtype"])).reshape(known["shape"])
+                    value = torch.tensor(constant["values"], dtype=getattr(torch, constant["dtype"])).reshape(constant["shape"])
             elif parts[0] in weights:
                 value = weights[parts[0]]
             else:
@@ -204,27 +204,27 @@ def _graph(
             node = graph.get_attr(f"{kind}{n}")
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
         elif kind == "graph":
-            child = _graph(parts[0], [_fake(looks, inputs, sizes) for looks in parts[0]["inputs"]], fake_mode, weights, sizes)
+            child = _graph(parts[0], [_fake(metadata, inputs, sizes) for metadata in parts[0]["inputs"]], fake_mode, weights, sizes)
             root.add_module(f"graph{n}", child)
             node = graph.get_attr(f"graph{n}")
             node.meta["val"] = child
         elif kind == "output":
-            results = _read(parts[0], made)
+            results = _read(parts[0], nodes)
             node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may return a single value
         else:
-            target, args, kwargs = _target(kind), tuple(_read(parts[0], made)), {_identifier(k): v for k, v in _read(parts[1], made).items()}
+            target, args, kwargs = _target(kind), tuple(_read(parts[0], nodes)), {_identifier(k): v for k, v in _read(parts[1], nodes).items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
-            if fresh := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # data-dependent sizes
-                node.meta["unbacked_bindings"] = fresh
+            if bindings := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # data-dependent sizes
+                node.meta["unbacked_bindings"] = bindings
         if n in kernels:
             node.meta[EAGER_KERNEL] = True
-        if sixteen_bits.is_in_16_bits(node) and (rounded is None or n in rounded):
+        if sixteen_bits.is_in_16_bits(node) and (rounded_nodes is None or n in rounded_nodes):
             node.meta[ROUNDED] = True
         if places and 0 <= places[n] < len(lines):
             node.meta[LINE] = lines[places[n]]
-        made.append(node)
+        nodes.append(node)
     for node in graph.find_nodes(op="get_attr"):
         if isinstance(node.meta["val"], GraphModule):
             del node.meta["val"]
@@ -260,9 +260,9 @@ def _looks(value: Any, spell: Spell, *, body: bool = False) -> Any:
     return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
 
 
-def _fake(looks: Sequence[Any], inputs: Sequence[torch.Tensor], sizes: Mapping[str, Any]) -> torch.Tensor:
-    dtype, *places = looks
-    shape, stride = ([evaluate(s, sizes) for s in place] for place in places)
+def _fake(metadata: Sequence[Any], inputs: Sequence[torch.Tensor], sizes: Mapping[str, Any]) -> torch.Tensor:
+    dtype, *layout = metadata
+    shape, stride = ([evaluate(s, sizes) for s in values] for values in layout)
     device = inputs[0].device if inputs else torch.device("cpu")
     return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
@@ -297,14 +297,14 @@ def _target(name: Any) -> Any:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     try:
-        found = getattr(getattr(torch.ops, namespace), packet)
-        found = getattr(found, overload) if overload else found
+        target = getattr(getattr(torch.ops, namespace), packet)
+        target = getattr(target, overload) if overload else target
     except AttributeError as error:
         raise PackageError(f"it calls {name!r}, which is not registered in this process; import the library that registers it") from error
     # torch.ops also has plain functions (load_library, import_module), and their attributes lead to other objects
-    if not isinstance(found, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(found) != name or _has_side_effects(found):
+    if not isinstance(target, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(target) != name or _has_side_effects(target):
         raise PackageError(f"it calls {name!r}, which is not allowed")
-    return found
+    return target
 
 
 def _has_side_effects(target: Any) -> bool:
@@ -332,16 +332,16 @@ def _write(value: Any, numbers: Mapping[Node, int]) -> Any:
     raise ExportError(f"the graph holds a {type(value).__name__}, which cannot be written")
 
 
-def _read(form: Any, made: Sequence[Node]) -> Any:
+def _read(form: Any, nodes: Sequence[Node]) -> Any:
     if isinstance(form, list):
-        return [_read(v, made) for v in form]
+        return [_read(v, nodes) for v in form]
     if not isinstance(form, dict):
         return form
     ((kind, value),) = form.items()
     if kind == "node":
-        if not 0 <= value < len(made):
-            raise PackageError(f"node {len(made)} reads node {value}, which comes later")
-        return made[value]
+        if not 0 <= value < len(nodes):
+            raise PackageError(f"node {len(nodes)} reads node {value}, which comes later")
+        return nodes[value]
     if kind == "float":
         return float.fromhex(value)
     if kind == "complex":
@@ -349,8 +349,8 @@ def _read(form: Any, made: Sequence[Node]) -> Any:
     if kind == "device":
         return torch.device(value)
     if kind == "map":
-        return {k: _read(v, made) for k, v in value.items()}
-    found = getattr(torch, value)
-    if type(found) not in _KINDS:
+        return {k: _read(v, nodes) for k, v in value.items()}
+    attribute = getattr(torch, value)
+    if type(attribute) not in _KINDS:
         raise PackageError(f"the graph holds the unsupported {kind} {value!r}")
-    return found
+    return attribute

@@ -20,9 +20,9 @@ aten = torch.ops.aten
 def apart(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and _is_matrix(node.meta.get("val")) and (found := _added(node)):
+        if node.op == "call_function" and _is_matrix(node.meta.get("val")) and (summands := _added(node)):
             with module.graph.inserting_before(node), fake_mode:
-                node.replace_all_uses_with(_sum(module.graph, node, *found))
+                node.replace_all_uses_with(_sum(module.graph, node, *summands))
             module.graph.erase_node(node)
     module.recompile()
 
@@ -34,12 +34,12 @@ def _is_matrix(value: Any) -> bool:
 def _added(node: Node) -> tuple[Any, Node | None] | None:
     """Return the tensor that ``node`` adds to a matrix product, and the product if it is a node; None if ``node`` is not such a sum."""
     if node.target is aten.addmm.default:
-        given = arguments(node)
-        return (given["self"], None) if given["alpha"] == given["beta"] == 1 else None
+        args = arguments(node)
+        return (args["self"], None) if args["alpha"] == args["beta"] == 1 else None
     if node.target is aten.add.Tensor and not node.kwargs:
-        for product, added in (node.args, node.args[::-1]):
-            if isinstance(product, Node) and product.target is aten.mm.default and len(product.users) == 1 and _is_float(added):
-                return added, product
+        for product, addend in (node.args, node.args[::-1]):
+            if isinstance(product, Node) and product.target is aten.mm.default and len(product.users) == 1 and _is_float(addend):
+                return addend, product
     return None
 
 
@@ -47,9 +47,9 @@ def _is_float(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value := node.meta["val"], torch.Tensor) and value.dtype == torch.float32
 
 
-def _sum(graph: Graph, node: Node, added: Node, product: Node | None) -> Node:
+def _sum(graph: Graph, node: Node, addend: Node, product: Node | None) -> Node:
     """Add in three dimensions: Inductor would turn a 2-d sum into an ``addmm``. Keep the operand order of ``node``: its strides may follow it."""
-    made = product if product is not None else call(graph, aten.mm.default, *(arguments(node)[name] for name in ("mat1", "mat2")))
-    lifted = call(graph, aten.unsqueeze.default, made, 0)
-    terms = (lifted, added) if product is None or node.args[0] is product else (added, lifted)
+    matmul = product if product is not None else call(graph, aten.mm.default, *(arguments(node)[name] for name in ("mat1", "mat2")))
+    unsqueezed = call(graph, aten.unsqueeze.default, matmul, 0)
+    terms = (unsqueezed, addend) if product is None or node.args[0] is product else (addend, unsqueezed)
     return call(graph, aten.squeeze.dim, call(graph, aten.add.Tensor, *terms), 0)

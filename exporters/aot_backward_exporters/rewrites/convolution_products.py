@@ -34,11 +34,11 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sh
     batch, out, places = x.shape[0], weight.shape[0], shape.places(x.shape[2:])
     rows, windows = weight.reshape(out, -1), _windows(x, shape)
     if math.prod(places) == 1:
-        made = torch.mm(windows.flatten(1), rows.t())
+        result = torch.mm(windows.flatten(1), rows.t())
     else:
-        made = torch.bmm(_two(rows, 0).expand(batch, -1, -1), windows)[:, :out]
-    made = made.reshape(batch, out, *places)
-    return made if bias is None else made + bias.view(-1, *[1] * len(places))
+        result = torch.bmm(_two(rows, 0).expand(batch, -1, -1), windows)[:, :out]
+    result = result.reshape(batch, out, *places)
+    return result if bias is None else result + bias.view(-1, *[1] * len(places))
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -47,17 +47,17 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, shape: 
     out, channels, *kernel = weight.shape
     if kernel[-1] * channels >= _RUN:
         rows = grad.permute(0, *range(2, grad.dim()), 1).reshape(-1, out)
-        made = torch.mm(_rows_of_windows(x, shape).t(), rows).view(*kernel, channels, out).permute(-1, -2, *range(len(kernel)))
+        gradient = torch.mm(_rows_of_windows(x, shape).t(), rows).view(*kernel, channels, out).permute(-1, -2, *range(len(kernel)))
     else:
-        made = torch.bmm(_two(grad.flatten(2), 1), _windows(x, shape).transpose(1, 2))[:, :out].sum(0).view(weight.shape)
-    return torch.where(weight == weight, made, made)
+        gradient = torch.bmm(_two(grad.flatten(2), 1), _windows(x, shape).transpose(1, 2))[:, :out].sum(0).view(weight.shape)
+    return torch.where(weight == weight, gradient, gradient)
 
 
 def of_input(grad: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the gradient of the input, for stride 1: the incoming gradient convolved with the flipped weights."""
-    around = [d * (k - 1) - p for k, _, p, d in zip(*shape, strict=True)]
-    flipped = weight.flip(list(range(2, weight.dim()))).transpose(0, 1)
-    return forward(grad, flipped, None, shape._replace(padding=around))
+    padding = [d * (k - 1) - p for k, _, p, d in zip(*shape, strict=True)]
+    flipped_weight = weight.flip(list(range(2, weight.dim()))).transpose(0, 1)
+    return forward(grad, flipped_weight, None, shape._replace(padding=padding))
 
 
 def _two(rows: torch.Tensor, axis: int) -> torch.Tensor:
@@ -69,29 +69,27 @@ def _two(rows: torch.Tensor, axis: int) -> torch.Tensor:
 def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return batch, channels × numbers of the kernel, positions: the numbers under the kernel, zeros outside ``x``."""
     batch, channels, *sizes = x.shape
-    padded, inner, outer = _steps(sizes, shape, 1)
-    plane = math.prod(padded)
-    viewed = _with_zeros(x, shape.padding).as_strided(
-        [batch, channels, *shape.kernel, *shape.places(sizes)], [channels * plane, plane, *inner, *outer]
-    )
-    return viewed.clone(memory_format=torch.contiguous_format).flatten(1, len(sizes) + 1).flatten(2)
+    padded_sizes, inner, outer = _steps(sizes, shape, 1)
+    plane = math.prod(padded_sizes)
+    view = _with_zeros(x, shape.padding).as_strided([batch, channels, *shape.kernel, *shape.places(sizes)], [channels * plane, plane, *inner, *outer])
+    return view.clone(memory_format=torch.contiguous_format).flatten(1, len(sizes) + 1).flatten(2)
 
 
 def _rows_of_windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the same as batch × positions, numbers of the kernel × channels."""
     batch, channels, *sizes = x.shape
-    padded, inner, outer = _steps(sizes, shape, channels)
+    padded_sizes, inner, outer = _steps(sizes, shape, channels)
     images = _with_zeros(x.permute(0, *range(2, x.dim()), 1), [*shape.padding, 0])
-    viewed = images.as_strided([batch, *shape.places(sizes), *shape.kernel, channels], [channels * math.prod(padded), *outer, *inner, 1])
-    return viewed.clone(memory_format=torch.contiguous_format).flatten(0, len(sizes)).flatten(1)
+    view = images.as_strided([batch, *shape.places(sizes), *shape.kernel, channels], [channels * math.prod(padded_sizes), *outer, *inner, 1])
+    return view.clone(memory_format=torch.contiguous_format).flatten(0, len(sizes)).flatten(1)
 
 
 def _steps(sizes: Sequence[int], shape: Shape, unit: int) -> tuple[list[int], list[int], list[int]]:
     """Return the sizes of the padded input, and the memory strides between numbers of the kernel and between its positions, along each axis.
     ``unit``: the stride of the last axis."""
-    padded = [size + 2 * p for size, p in zip(sizes, shape.padding, strict=True)]
-    strides = [unit * math.prod(padded[d + 1 :]) for d in range(len(padded))]
-    return padded, [t * d for t, d in zip(strides, shape.dilation, strict=True)], [t * s for t, s in zip(strides, shape.stride, strict=True)]
+    padded_sizes = [size + 2 * p for size, p in zip(sizes, shape.padding, strict=True)]
+    strides = [unit * math.prod(padded_sizes[d + 1 :]) for d in range(len(padded_sizes))]
+    return padded_sizes, [t * d for t, d in zip(strides, shape.dilation, strict=True)], [t * s for t, s in zip(strides, shape.stride, strict=True)]
 
 
 def _with_zeros(x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.fx.node import map_arg
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Return a call at the graph's insertion point. Enter the fake mode of its arguments if the call creates a tensor without tensor arguments."""
-    made = graph.call_function(target, args, kwargs)
-    made.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
-    return made
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+    return node
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -24,12 +24,12 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def erase(graph: Graph, node: Node, targets: Collection[Any]) -> set[Node]:
     """Erase ``node``, which must have no users, and its inputs that only it used and that call one of ``targets``. Return the erased nodes."""
-    gone: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        one = waiting.pop()
-        inputs = one.all_input_nodes
-        graph.erase_node(one)
-        gone.add(one)
-        waiting += [before for before in inputs if not before.users and before.target in targets]
-    return gone
+    erased_nodes: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        inputs = current.all_input_nodes
+        graph.erase_node(current)
+        erased_nodes.add(current)
+        stack += [producer for producer in inputs if not producer.users and producer.target in targets]
+    return erased_nodes

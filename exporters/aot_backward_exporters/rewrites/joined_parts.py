@@ -48,10 +48,10 @@ def _rewrite(graph: Graph, fake_mode: Any) -> None:
             size = node.meta["val"].shape[total.dim] if total.parts else 0
             if type(size) is int and 1 < size == len(total.parts):
                 with graph.inserting_before(node), fake_mode:
-                    joined = _joined(graph, total)
-                    if torch_api.is_contiguous_or_false(node.meta["val"]) and not torch_api.is_contiguous_or_false(joined.meta["val"]):
-                        joined = call(graph, aten.clone.default, joined, memory_format=torch.contiguous_format)
-                node.replace_all_uses_with(joined)
+                    result = _joined(graph, total)
+                    if torch_api.is_contiguous_or_false(node.meta["val"]) and not torch_api.is_contiguous_or_false(result.meta["val"]):
+                        result = call(graph, aten.clone.default, result, memory_format=torch.contiguous_format)
+                node.replace_all_uses_with(result)
                 erase(graph, node, _ERASED)
             else:
                 sums[node] = total
@@ -59,21 +59,21 @@ def _rewrite(graph: Graph, fake_mode: Any) -> None:
 
 def _total(node: Node, sums: dict[Node, _Sum]) -> _Sum:
     """Return the summands of ``node``. Each sum is read once: it becomes part of the sum that uses it."""
-    alone = _Sum(further=node)
+    default = _Sum(further=node)
     if len(node.args) != 2 or node.kwargs or node.meta["val"].device.type != "cpu" or node.args[0] is node.args[1]:
-        return alone
+        return default
     terms = []
     for term in node.args:
         if not isinstance(term, Node) or not isinstance(term.meta["val"], torch.Tensor) or _looks(term) != _looks(node):
-            return alone  # a number, or a size, is added to every part
+            return default  # a number, or a size, is added to every part
         terms.append(sums.pop(term, _Sum(further=term)) if len(term.users) == 1 else _Sum(further=term))
-    into, other = sorted(terms, key=lambda s: len(s.parts), reverse=True)
-    further = [s.further for s in terms if s.further is not None]
-    if len(further) > 1 or (other.parts and (into.dim != other.dim or not into.parts.keys().isdisjoint(other.parts))):
-        return alone
-    into.parts.update(other.parts)
-    into.further = further[0] if further else None
-    return into
+    target, other = sorted(terms, key=lambda s: len(s.parts), reverse=True)
+    extra_terms = [s.further for s in terms if s.further is not None]
+    if len(extra_terms) > 1 or (other.parts and (target.dim != other.dim or not target.parts.keys().isdisjoint(other.parts))):
+        return default
+    target.parts.update(other.parts)
+    target.further = extra_terms[0] if extra_terms else None
+    return target
 
 
 def _joined(graph: Graph, total: _Sum) -> Node:

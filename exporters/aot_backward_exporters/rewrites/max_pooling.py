@@ -30,38 +30,38 @@ _POOL = aten.max_pool2d_with_indices.default
 def by_channels(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
     for node in module.graph.find_nodes(op="call_function", target=_POOL):
-        given = _arguments(node)
-        if _is_served(given):
+        args = _arguments(node)
+        if _is_served(args):
             with fake_mode:
-                _replace(node, given)
+                _replace(node, args)
     module.recompile()
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    given = arguments(node)
-    given["stride"] = given["stride"] or given["kernel_size"]
-    return {**given, **{n: list(given[n]) * (3 - len(given[n])) for n in ("kernel_size", "stride", "padding", "dilation")}}
+    args = arguments(node)
+    args["stride"] = args["stride"] or args["kernel_size"]
+    return {**args, **{n: list(args[n]) * (3 - len(args[n])) for n in ("kernel_size", "stride", "padding", "dilation")}}
 
 
-def _is_served(given: dict[str, Any]) -> bool:
-    x = given["self"].meta["val"]
+def _is_served(args: dict[str, Any]) -> bool:
+    x = args["self"].meta["val"]
     if x.device.type != "cpu" or x.dtype != torch.float32 or not all(type(size) is int and size > 0 for size in x.shape[-3:]):
         return False
     channels, height, width = x.shape[-3:]
-    few = math.prod(given["kernel_size"]) <= WINDOW and channels >= CHANNELS and height * width < 2**31
-    return bool(few and has_hints(x) and torch_api.is_contiguous_or_false(x))
+    is_small = math.prod(args["kernel_size"]) <= WINDOW and channels >= CHANNELS and height * width < 2**31
+    return bool(is_small and has_hints(x) and torch_api.is_contiguous_or_false(x))
 
 
-def _replace(node: Node, given: dict[str, Any]) -> None:
-    like = node.meta["val"]
+def _replace(node: Node, args: dict[str, Any]) -> None:
+    outputs = node.meta["val"]
     node.meta.pop("should_fallback", None)  # the replacement is compiled
 
     def called(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         images = x if x.dim() == 4 else x.unsqueeze(0)
-        made = pooled(images, given["kernel_size"], given["stride"], given["padding"], given["dilation"], like[0].shape[-2:])
-        return tuple(with_strides(result.view(wanted.shape), wanted) for result, wanted in zip(made, like, strict=True))
+        pooled_values = pooled(images, args["kernel_size"], args["stride"], args["padding"], args["dilation"], outputs[0].shape[-2:])
+        return tuple(with_strides(result.view(expected.shape), expected) for result, expected in zip(pooled_values, outputs, strict=True))
 
-    results, _ = spliced(node, called, [given["self"]], {given["self"]: given["self"].meta["val"]})
+    results, _ = spliced(node, called, [args["self"]], {args["self"]: args["self"].meta["val"]})
     replace_results(node, results)
 
 
@@ -72,26 +72,26 @@ def pooled(
     first of equal ones, the last NaN, and the window's first if all are minus infinity. ``places``: height and width of the results."""
     batch, channels, *sizes = x.shape
     ends = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in zip(places, stride, dilation, kernel, strict=True)]  # ends of the last windows
-    after = [max(0, end - size - p) for end, size, p in zip(ends, sizes, padding, strict=True)]  # padding that they reach into
+    end_padding = [max(0, end - size - p) for end, size, p in zip(ends, sizes, padding, strict=True)]  # padding that they reach into
     images = x.permute(0, 2, 3, 1)
-    if any(padding) or any(after):
-        images = aten.constant_pad_nd.default(images, [0, 0, padding[1], after[1], padding[0], after[0]], -math.inf)
+    if any(padding) or any(end_padding):
+        images = aten.constant_pad_nd.default(images, [0, 0, padding[1], end_padding[1], padding[0], end_padding[0]], -math.inf)
     images = images.clone(memory_format=torch.contiguous_format)
-    rows = (sizes[1] + padding[1] + after[1]) * channels
-    strides = [rows * (sizes[0] + padding[0] + after[0]), stride[0] * rows, stride[1] * channels, 1]
+    rows = (sizes[1] + padding[1] + end_padding[1]) * channels
+    strides = [rows * (sizes[0] + padding[0] + end_padding[0]), stride[0] * rows, stride[1] * channels, 1]
     corners = [torch.arange(n, dtype=torch.int32, device=x.device) * s - p for n, s, p in zip(places, stride, padding, strict=True)]
     top, left = corners[0].view(-1, 1, 1), corners[1].view(-1, 1)
     first = [torch.where(t < 0, t.remainder(d), t) for t, d in zip((top, left), dilation, strict=True)]  # the first that lies in the image
     best = images.as_strided([batch, *places, channels], strides, 0)
-    where = (first[0] * sizes[1] + first[1]).expand(best.shape)
+    best_index = (first[0] * sizes[1] + first[1]).expand(best.shape)
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             if i or j:
-                at = (top + i * dilation[0]) * sizes[1] + left + j * dilation[1]
+                index = (top + i * dilation[0]) * sizes[1] + left + j * dilation[1]
                 value = images.as_strided([batch, *places, channels], strides, i * dilation[0] * rows + j * dilation[1] * channels)
-                taken = (value > best) | (value != value)
-                best, where = torch.where(taken, value, best), torch.where(taken, at, where)
-    return _realized(best).permute(0, 3, 1, 2), _realized(where).permute(0, 3, 1, 2).to(torch.int64)
+                mask = (value > best) | (value != value)
+                best, best_index = torch.where(mask, value, best), torch.where(mask, index, best_index)
+    return _realized(best).permute(0, 3, 1, 2), _realized(best_index).permute(0, 3, 1, 2).to(torch.int64)
 
 
 def _realized(tensor: torch.Tensor) -> torch.Tensor:

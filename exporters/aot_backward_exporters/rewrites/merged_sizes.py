@@ -29,55 +29,55 @@ def apart(module: GraphModule, fake_mode: Any) -> None:
             _merge_after(module, node)
     erased: set[Node] = set()
     for node in list(module.graph.nodes):
-        if node not in erased and node.op == "call_function" and node.target in _VIEWS and (found := _merged_before(node)):
-            source, order = found
-            before = node.args[0]
+        if node not in erased and node.op == "call_function" and node.target in _VIEWS and (merge := _merged_before(node)):
+            source, order = merge
+            producer = node.args[0]
             with module.graph.inserting_before(node), fake_mode:
-                turned = call(module.graph, aten.permute.default, source, order)
-                node.update_arg(0, call(module.graph, aten.clone.default, turned, memory_format=torch.contiguous_format))
-            if not before.users:
-                erased |= erase(module.graph, before, (*_VIEWS, aten.permute.default, aten.clone.default))
+                permuted = call(module.graph, aten.permute.default, source, order)
+                node.update_arg(0, call(module.graph, aten.clone.default, permuted, memory_format=torch.contiguous_format))
+            if not producer.users:
+                erased |= erase(module.graph, producer, (*_VIEWS, aten.permute.default, aten.clone.default))
     module.recompile()
 
 
 def _merge_after(module: GraphModule, node: Node) -> None:
     """Turn ``node``, a ``cat`` of views that merge their last two sizes, into a view of a ``cat``."""
-    given, value = arguments(node), node.meta["val"]
-    parts, dim = given["tensors"], given["dim"]
+    args, value = arguments(node), node.meta["val"]
+    parts, dim = args["tensors"], args["dim"]
     if value.device.type != "cpu" or dim not in (-1, value.dim() - 1) or type(value.shape[-1]) is not int:
         return
     if not torch_api.is_contiguous_or_false(value):
         return
-    merged = [*([i] for i in range(value.dim() - 1)), [value.dim() - 1, value.dim()]]
-    sources = [part.args[0] for part in parts if part.target in _VIEWS and _groups(_sizes(part.args[0]), _sizes(part)) == merged]
+    groups = [*([i] for i in range(value.dim() - 1)), [value.dim() - 1, value.dim()]]
+    sources = [part.args[0] for part in parts if part.target in _VIEWS and _groups(_sizes(part.args[0]), _sizes(part)) == groups]
     if len(sources) < len(parts) or len({str(source.meta["val"].shape[-1]) for source in sources}) > 1:
         return
     graph = module.graph
     with graph.inserting_before(node):
-        joined = call(graph, aten.cat.default, sources, value.dim() - 1)
-        joined = call(graph, aten.clone.default, joined, memory_format=torch.contiguous_format)
-        node.replace_all_uses_with(call(graph, aten.view.default, joined, [*parts[0].args[1][:-1], value.shape[-1]]))
+        cat = call(graph, aten.cat.default, sources, value.dim() - 1)
+        cat = call(graph, aten.clone.default, cat, memory_format=torch.contiguous_format)
+        node.replace_all_uses_with(call(graph, aten.view.default, cat, [*parts[0].args[1][:-1], value.shape[-1]]))
     erase(graph, node, _VIEWS)
 
 
 def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
     """Return the tensor that ``node`` views, before merging and transposing, and its permutation; None if nothing dynamic was merged."""
-    viewed = node.args[0]
-    if not isinstance(viewed, Node) or not torch_api.is_contiguous_or_false(viewed.meta["val"]):
+    view_input = node.args[0]
+    if not isinstance(view_input, Node) or not torch_api.is_contiguous_or_false(view_input.meta["val"]):
         return None  # its strides might differ then
-    transposed = _through_copies(viewed)
-    if transposed is None or transposed.target is not aten.permute.default:
+    permute = _through_copies(view_input)
+    if permute is None or permute.target is not aten.permute.default:
         return None
-    merging: Any = transposed.args[0]
-    if not isinstance(merging, Node) or merging.target not in _VIEWS:
+    merge_view: Any = permute.args[0]
+    if not isinstance(merge_view, Node) or merge_view.target not in _VIEWS:
         return None
-    source = _through_copies(merging.args[0])
+    source = _through_copies(merge_view.args[0])
     if source is None:
         return None
-    groups = _groups(_sizes(source), _sizes(merging))
+    groups = _groups(_sizes(source), _sizes(merge_view))
     if groups is None or not any(len(g) > 1 and any(not s.is_number for s in (_sizes(source)[i] for i in g)) for g in groups):
         return None
-    order: Any = transposed.args[1]
+    order: Any = permute.args[1]
     return source, [i for place in order for i in groups[place]]
 
 

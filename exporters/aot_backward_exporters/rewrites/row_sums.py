@@ -28,9 +28,9 @@ With rows of 12 a graph network of 1,032 nodes takes 0.88 of eager's time, and 1
 def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and (found := _added_rows(node)):
+        if node.op == "call_function" and (operands := _added_rows(node)):
             with module.graph.inserting_before(node), fake_mode:
-                node.replace_all_uses_with(_scatter_add(module.graph, *found))
+                node.replace_all_uses_with(_scatter_add(module.graph, *operands))
             module.graph.erase_node(node)
     module.recompile()
 
@@ -40,13 +40,13 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     rows of floats on a CPU, or if ``scatter_add`` might differ: other strides, or an error."""
     arguments: Any = node.args
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default) and len(arguments) > 3 and arguments[3]:
-        (to, indices, rows), mask = arguments[:3], None
+        (base, indices, rows), mask = arguments[:3], None
     elif node.target is aten._unsafe_masked_index_put_accumulate.default:
-        to, mask, indices, rows = arguments
+        base, mask, indices, rows = arguments
     else:
         return None
-    value, added = to.meta["val"], rows.meta["val"]
-    if value.device.type != "cpu" or not value.dtype.is_floating_point or value.dtype.itemsize < 2 or added.dtype != value.dtype:
+    value, addend = base.meta["val"], rows.meta["val"]
+    if value.device.type != "cpu" or not value.dtype.is_floating_point or value.dtype.itemsize < 2 or addend.dtype != value.dtype:
         return None
     if len(indices) != 1 or indices[0] is None or value.ndim == 0 or not torch_api.is_contiguous_or_false(value):
         return None
@@ -57,26 +57,26 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
         return None
     if sum(type(n) is not int for n in index.shape) > 1 and not torch_api.at_least("2.13"):
         return None  # Inductor would compare their product with 2
-    whole = [*index.shape, *value.shape[1:]]
-    if added.ndim != len(whole) or not all(_same(a, b) or _is(a, 1) for a, b in zip(added.shape, whole, strict=True)):
+    full_shape = [*index.shape, *value.shape[1:]]
+    if addend.ndim != len(full_shape) or not all(_same(a, b) or _is(a, 1) for a, b in zip(addend.shape, full_shape, strict=True)):
         return None
     if mask is not None:
-        chosen = mask.meta["val"].shape
-        of_rows = len(chosen) == len(whole) and all(_same(a, b) for a, b in zip(chosen, index.shape, strict=False))
-        if not of_rows or not all(_is(n, 1) for n in chosen[index.ndim :]) or type(value.shape[0]) is not int or value.shape[0] == 0:
+        mask_shape = mask.meta["val"].shape
+        is_row_mask = len(mask_shape) == len(full_shape) and all(_same(a, b) for a, b in zip(mask_shape, index.shape, strict=False))
+        if not is_row_mask or not all(_is(n, 1) for n in mask_shape[index.ndim :]) or type(value.shape[0]) is not int or value.shape[0] == 0:
             return None  # the mask chooses within rows, or there is no row to replace the masked ones
-    return to, mask, indices[0], rows
+    return base, mask, indices[0], rows
 
 
-def _same(one: Any, other: Any) -> bool:
-    return str(one) == str(other)  # comparing the sizes themselves would create a guard
+def _same(a: Any, b: Any) -> bool:
+    return str(a) == str(b)  # comparing the sizes themselves would create a guard
 
 
 def _is(size: Any, number: int) -> bool:
     return type(size) is int and size == number
 
 
-def _scatter_add(graph: Graph, to: Node, mask: Node | None, index: Node, rows: Node) -> Node:
+def _scatter_add(graph: Graph, base: Node, mask: Node | None, index: Node, rows: Node) -> Node:
     call = functools.partial(graph_edit.call, graph)
 
     def contiguous(node: Node) -> Node:
@@ -95,22 +95,22 @@ def _scatter_add(graph: Graph, to: Node, mask: Node | None, index: Node, rows: N
 
     if index.meta["val"].dtype != torch.int64:
         index = call(torch.ops.prims.convert_element_type.default, index, torch.int64)
-    height, *width = sizes(to)
+    height, *width = sizes(base)
     lengths = sizes(index)
-    whole = [*lengths, *width]
-    if not all(_same(a, b) for a, b in zip(rows.meta["val"].shape, (*index.meta["val"].shape, *to.meta["val"].shape[1:]), strict=True)):
-        rows = call(aten.expand.default, rows, whole)
+    full_shape = [*lengths, *width]
+    if not all(_same(a, b) for a, b in zip(rows.meta["val"].shape, (*index.meta["val"].shape, *base.meta["val"].shape[1:]), strict=True)):
+        rows = call(aten.expand.default, rows, full_shape)
     if mask is not None:
-        counts = call(aten.view.default, contiguous(mask), lengths)
-        index = call(aten.where.ScalarOther, counts, index, 0)
+        row_mask = call(aten.view.default, contiguous(mask), lengths)
+        index = call(aten.where.ScalarOther, row_mask, index, 0)
         rows = call(aten.where.ScalarOther, mask, rows, 0)
     index = call(aten.where.self, call(aten.lt.Scalar, index, 0), call(aten.add.Tensor, index, height), index)
     count = product(lengths)
     index, rows = contiguous(index), contiguous(rows)
     if len(lengths) > 1:
         index, rows = call(aten.view.default, index, [count]), call(aten.view.default, rows, [count, *width])
-    for at in range(len(width)):
-        index = call(aten.unsqueeze.default, index, at + 1)
+    for dim in range(len(width)):
+        index = call(aten.unsqueeze.default, index, dim + 1)
     if width:
         index = call(aten.expand.default, index, [count, *width])
-    return call(aten.scatter_add.default, to, 0, index, rows)
+    return call(aten.scatter_add.default, base, 0, index, rows)

@@ -24,24 +24,24 @@ COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.06140542
 
 def by_one(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
-    exponentials = [(found, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (found := _of_square(node))]
-    made: dict[tuple[Node, float], Node] = {}
+    exponentials = [(square, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (square := _of_square(node))]
+    powers: dict[tuple[Node, float], Node] = {}
     for node in module.graph.find_nodes(op="call_function", target=aten.erf.default):
-        scaled = _scaled(node.args[0])
-        if scaled is None or node.meta["val"].device.type != "cpu" or node.meta["val"].dtype != torch.float32:
+        product = _scaled(node.args[0])
+        if product is None or node.meta["val"].device.type != "cpu" or node.meta["val"].dtype != torch.float32:
             continue
-        x, factor = scaled
-        same = [e for (of, by), e in exponentials if of is x and math.isclose(by, -factor * factor, rel_tol=1e-12)]
-        if same:
-            if scaled not in made:
-                with module.graph.inserting_before(min((*same, node))), fake_mode:
-                    made[scaled] = _power(module.graph, x, -factor * factor)
-                for exponential in same:
-                    exponential.replace_all_uses_with(made[scaled])
+        x, factor = product
+        matches = [e for (base, coefficient), e in exponentials if base is x and math.isclose(coefficient, -factor * factor, rel_tol=1e-12)]
+        if matches:
+            if product not in powers:
+                with module.graph.inserting_before(min((*matches, node))), fake_mode:
+                    powers[product] = _power(module.graph, x, -factor * factor)
+                for exponential in matches:
+                    exponential.replace_all_uses_with(powers[product])
             with module.graph.inserting_before(node), fake_mode:
-                node.replace_all_uses_with(_erf(module.graph, node.args[0], made[scaled]))
+                node.replace_all_uses_with(_erf(module.graph, node.args[0], powers[product]))
             module.graph.erase_node(node)
-    if made:
+    if powers:
         module.graph.eliminate_dead_code()
     module.recompile()
 
@@ -56,11 +56,11 @@ def _scaled(node: Any) -> tuple[Node, float] | None:
 
 def _of_square(node: Node) -> tuple[Node, float] | None:
     """Return ``x`` and ``k`` if ``node`` is ``exp(x·x·k)``."""
-    scaled = _scaled(node.args[0])
-    if scaled is None or scaled[0].target is not aten.mul.Tensor or len(set(scaled[0].args)) != 1:
+    product = _scaled(node.args[0])
+    if product is None or product[0].target is not aten.mul.Tensor or len(set(product[0].args)) != 1:
         return None
-    x = scaled[0].args[0]
-    return (x, scaled[1]) if isinstance(x, Node) else None
+    x = product[0].args[0]
+    return (x, product[1]) if isinstance(x, Node) else None
 
 
 def _power(graph: Graph, x: Node, factor: float) -> Node:
@@ -76,5 +76,5 @@ def _erf(graph: Graph, x: Any, power: Node) -> Node:
     series: Any = COEFFICIENTS[-1]
     for coefficient in COEFFICIENTS[-2::-1]:
         series = call(aten.add.Tensor, call(aten.mul.Tensor, t, series), coefficient)
-    rest = call(aten.mul.Tensor, call(aten.mul.Tensor, t, series), power)
-    return call(aten.copysign.Tensor, call(aten.add.Tensor, call(aten.neg.default, rest), 1), x)
+    erfc = call(aten.mul.Tensor, call(aten.mul.Tensor, t, series), power)
+    return call(aten.copysign.Tensor, call(aten.add.Tensor, call(aten.neg.default, erfc), 1), x)

@@ -35,58 +35,58 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
     weights: dict[Node, Node] = {}
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
-            given = arguments(node)
-            if _is_short(given) and (_has_backward(node, given) or given.get("logsumexp") in weights or _pays_alone(node, given)):
+            args = arguments(node)
+            if _is_short(args) and (_has_backward(node, args) or args.get("logsumexp") in weights or _pays_alone(node, args)):
                 with fake_mode:
-                    _replace(node, given, weights)
+                    _replace(node, args, weights)
     module.recompile()
 
 
-def _is_short(given: dict[str, Any]) -> bool:
+def _is_short(args: dict[str, Any]) -> bool:
     """Return whether queries, keys and values are short float32 tensors with equal batch and heads. Half precision stays with the kernel, because
     some processors have instructions for it. So does a scale that is not positive: the kernel applies it after the causal mask, which gives NaN."""
-    known = torch_api.statically_known_true
-    query, key = (given[name].meta["val"] for name in ("query", "key"))
-    scale, depth = given["scale"], query.shape[3]
-    if query.device.type != "cpu" or query.dtype != torch.float32 or given["dropout_p"]:
+    is_true = torch_api.statically_known_true
+    query, key = (args[name].meta["val"] for name in ("query", "key"))
+    scale, depth = args["scale"], query.shape[3]
+    if query.device.type != "cpu" or query.dtype != torch.float32 or args["dropout_p"]:
         return False
     if type(depth) is not int or depth == 0 or (scale is not None and (type(scale) is not float or scale <= 0)):
         return False  # the root of a dynamic depth would be its example's
-    if not all(known(a == b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
+    if not all(is_true(a == b) for a, b in zip(query.shape[:2], key.shape[:2], strict=True)):
         return False
-    return bool(known(query.shape[2] <= LENGTH) and known(key.shape[2] <= LENGTH))
+    return bool(is_true(query.shape[2] <= LENGTH) and is_true(key.shape[2] <= LENGTH))
 
 
-def _has_backward(node: Node, given: dict[str, Any]) -> bool:
+def _has_backward(node: Node, args: dict[str, Any]) -> bool:
     """Return whether the graph also has the forward's gradient, which can reuse the forward's softmax. With a mask it cannot: in a row with nothing
     but the least float32, as for masked padding, the logarithm of the sum is rounded, and the kernel's gradients correspond to weights that are all
     1."""
-    return node.target is _FORWARD and given["attn_mask"] is None and any(user.target is _BACKWARD for result in node.users for user in result.users)
+    return node.target is _FORWARD and args["attn_mask"] is None and any(user.target is _BACKWARD for result in node.users for user in result.users)
 
 
-def _pays_alone(node: Node, given: dict[str, Any]) -> bool:
-    length, depth = given["key"].meta["val"].shape[2:]
-    few = torch_api.statically_known_true(length * depth < NUMBERS)
-    return bool(few or (node.target is _FORWARD and type(length) is int and length % VECTOR != 0))
+def _pays_alone(node: Node, args: dict[str, Any]) -> bool:
+    length, depth = args["key"].meta["val"].shape[2:]
+    is_small = torch_api.statically_known_true(length * depth < NUMBERS)
+    return bool(is_small or (node.target is _FORWARD and type(length) is int and length % VECTOR != 0))
 
 
-def _replace(node: Node, given: dict[str, Any], weights: dict[Node, Node]) -> None:
+def _replace(node: Node, args: dict[str, Any], weights: dict[Node, Node]) -> None:
     """Replace ``node``. ``weights``: the softmax of each forward in the graph, by its ``logsumexp``, for its backward."""
     function: Any = attention.with_weights if node.target is _FORWARD else attention.backward
     if node.target is _BACKWARD:
-        given = {**given, "weights": weights.get(given["logsumexp"])}
-    names = [name for name, value in given.items() if isinstance(value, Node)]
-    like = node.meta["val"]
+        args = {**args, "weights": weights.get(args["logsumexp"])}
+    names = [name for name, value in args.items() if isinstance(value, Node)]
+    outputs = node.meta["val"]
 
     def called(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = {**given, **{name: _contiguous(t) if name in _FACTORS else t for name, t in zip(names, tensors, strict=True)}}
-        named = {name: values.pop(name) for name in ("attn_mask", "scale", "weights") if name in values}
-        made = function(*values.values(), **named)
-        return (*(with_strides(result, wanted) for result, wanted in zip(made, like, strict=False)), *made[len(like) :])
+        values = {**args, **{name: _contiguous(t) if name in _FACTORS else t for name, t in zip(names, tensors, strict=True)}}
+        options = {name: values.pop(name) for name in ("attn_mask", "scale", "weights") if name in values}
+        outs = function(*values.values(), **options)
+        return (*(with_strides(result, expected) for result, expected in zip(outs, outputs, strict=False)), *outs[len(outputs) :])
 
-    operands = [given[name] for name in names]
+    operands = [args[name] for name in names]
     results, _ = spliced(node, called, operands, {operand: operand.meta["val"] for operand in operands})
-    if node.target is _FORWARD and given["attn_mask"] is None:
+    if node.target is _FORWARD and args["attn_mask"] is None:
         weights[results[1]] = results[2]
     replace_results(node, results)
 

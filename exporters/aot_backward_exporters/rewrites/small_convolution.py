@@ -41,75 +41,75 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
         return
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
-            given = _arguments(node)
-            if _is_plain(given) and (node.target is _FORWARD or _can_be_products(given)) and (most := _most_rows(given)):
+            args = _arguments(node)
+            if _is_plain(args) and (node.target is _FORWARD or _can_be_products(args)) and (max_rows := _most_rows(args)):
                 with fake_mode:
-                    (_replace_forward if node.target is _FORWARD else _replace_backward)(node, given, most, fake_mode)
+                    (_replace_forward if node.target is _FORWARD else _replace_backward)(node, args, max_rows, fake_mode)
     module.recompile()
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    given = arguments(node)
-    axes = given["weight"].meta["val"].dim() - 2
-    return {**given, **{name: list(given[name]) * (axes if len(given[name]) == 1 else 1) for name in _LISTS}}
+    args = arguments(node)
+    axes = args["weight"].meta["val"].dim() - 2
+    return {**args, **{name: list(args[name]) * (axes if len(args[name]) == 1 else 1) for name in _LISTS}}
 
 
-def _is_plain(given: dict[str, Any]) -> bool:
+def _is_plain(args: dict[str, Any]) -> bool:
     """Return whether it is in float32 on a CPU, neither grouped nor transposed, in the order of batch, channels and positions. The batch may be
     dynamic."""
-    x, weight = given["input"].meta["val"], given["weight"].meta["val"]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or given["groups"] != 1 or given["transposed"]:
+    x, weight = args["input"].meta["val"], args["weight"].meta["val"]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or args["groups"] != 1 or args["transposed"]:
         return False
     if x.dim() != weight.dim() or not all(type(size) is int and size > 0 for size in (*x.shape[1:], *weight.shape)):
         return False
     return bool(torch_api.is_contiguous_or_false(x) and torch_api.is_contiguous_or_false(weight))
 
 
-def _most_rows(given: dict[str, Any]) -> float:
+def _most_rows(args: dict[str, Any]) -> float:
     """Return the maximum rows for products: 0 for none, also if the example has more; infinity if every possible number is below the limit."""
-    rows, channels, *sizes = given["input"].meta["val"].shape
-    out, _, *kernel = given["weight"].meta["val"].shape
-    if math.prod(kernel) == 1 or given["weight"].meta["val"].numel() > WEIGHT or not has_hints(given["input"].meta["val"]):
+    rows, channels, *sizes = args["input"].meta["val"].shape
+    out, _, *kernel = args["weight"].meta["val"].shape
+    if math.prod(kernel) == 1 or args["weight"].meta["val"].numel() > WEIGHT or not has_hints(args["input"].meta["val"]):
         return 0  # for a kernel of one number, the library's is a product already
-    of_input = math.prod(kernel) * channels * math.prod(_shape(given).places(sizes))
+    of_input = math.prod(kernel) * channels * math.prod(_shape(args).places(sizes))
     of_grad = math.prod(kernel) * out * math.prod(sizes)
-    wants_input = "output_mask" in given and given["output_mask"][0]
-    most = 2 * NUMBERS // (of_input + of_grad) if wants_input else NUMBERS // of_input
-    if at_most(rows) <= most:
+    wants_input = "output_mask" in args and args["output_mask"][0]
+    max_rows = 2 * NUMBERS // (of_input + of_grad) if wants_input else NUMBERS // of_input
+    if at_most(rows) <= max_rows:
         return math.inf
-    return most if hint(rows) <= most else 0
+    return max_rows if hint(rows) <= max_rows else 0
 
 
-def _can_be_products(given: dict[str, Any]) -> bool:
+def _can_be_products(args: dict[str, Any]) -> bool:
     """Return whether a backward can be products: the input's gradient, if needed, must be a convolution of the incoming one. If only the bias's is
     requested, eager's kernel also returns the weight's, so it stays."""
-    shape, mask = _shape(given), given["output_mask"]
+    shape, mask = _shape(args), args["output_mask"]
     fits = all(p <= d * (k - 1) and s == 1 for k, s, p, d in zip(*shape, strict=True))
     return fits if mask[0] else mask[1]
 
 
-def _shape(given: dict[str, Any]) -> products.Shape:
-    return products.Shape(list(given["weight"].meta["val"].shape[2:]), given["stride"], given["padding"], given["dilation"])
+def _shape(args: dict[str, Any]) -> products.Shape:
+    return products.Shape(list(args["weight"].meta["val"].shape[2:]), args["stride"], args["padding"], args["dilation"])
 
 
-def _replace_forward(node: Node, given: dict[str, Any], most: float, fake_mode: Any) -> None:
-    options = [given[name] for name in _OPTIONS]
+def _replace_forward(node: Node, args: dict[str, Any], max_rows: float, fake_mode: Any) -> None:
+    options = [args[name] for name in _OPTIONS]
 
     def by_products(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (with_strides(products.forward(x, weight, bias[0] if bias else None, _shape(given)), node.meta["val"]),)
+        return (with_strides(products.forward(x, weight, bias[0] if bias else None, _shape(args)), node.meta["val"]),)
 
     def by_kernel(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch_api.unguarded(fake_mode):
             return (_FORWARD(x, weight, bias[0] if bias else None, *options),)
 
-    operands = [given["input"], given["weight"], *([] if given["bias"] is None else [given["bias"]])]
-    (made,) = _spliced(node, _by_rows(most, by_products, by_kernel), operands)
-    node.replace_all_uses_with(made)
+    operands = [args["input"], args["weight"], *([] if args["bias"] is None else [args["bias"]])]
+    (result,) = _spliced(node, _by_rows(max_rows, by_products, by_kernel), operands)
+    node.replace_all_uses_with(result)
     node.graph.erase_node(node)
 
 
-def _replace_backward(node: Node, given: dict[str, Any], most: float, fake_mode: Any) -> None:
-    mask, shape, options = given["output_mask"], _shape(given), [given[name] for name in _OPTIONS]
+def _replace_backward(node: Node, args: dict[str, Any], max_rows: float, fake_mode: Any) -> None:
+    mask, shape, options = args["output_mask"], _shape(args), [args[name] for name in _OPTIONS]
 
     def by_products(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         makers = (
@@ -117,26 +117,26 @@ def _replace_backward(node: Node, given: dict[str, Any], most: float, fake_mode:
             lambda: products.of_weight(grad, x, weight, shape),
             lambda: grad.sum([0, *range(2, grad.dim())]),
         )
-        return tuple(with_strides(make(), like) for make, like, asked in zip(makers, node.meta["val"], mask, strict=True) if asked)
+        return tuple(with_strides(make(), value) for make, value, needs_grad in zip(makers, node.meta["val"], mask, strict=True) if needs_grad)
 
     def by_kernel(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch_api.unguarded(fake_mode):
-            results = _BACKWARD(grad, x, weight, given["bias_sizes"], *options, mask)
-        return tuple(result for result, asked in zip(results, mask, strict=True) if asked)
+            results = _BACKWARD(grad, x, weight, args["bias_sizes"], *options, mask)
+        return tuple(result for result, needs_grad in zip(results, mask, strict=True) if needs_grad)
 
-    operands = [given["grad_output"], given["input"], given["weight"]]
-    made = iter(_spliced(node, _by_rows(most, by_products, by_kernel), operands))
-    replace_results(node, [next(made) if asked else None for asked in mask])
+    operands = [args["grad_output"], args["input"], args["weight"]]
+    gradients = iter(_spliced(node, _by_rows(max_rows, by_products, by_kernel), operands))
+    replace_results(node, [next(gradients) if needs_grad else None for needs_grad in mask])
 
 
 _Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def _by_rows(most: float, few: _Function, many: _Function) -> _Function:
-    """Return ``few`` if the first argument has at most ``most`` rows, else ``many``: decided here, or by each call."""
-    if most == math.inf:
+def _by_rows(max_rows: float, few: _Function, many: _Function) -> _Function:
+    """Return ``few`` if the first argument has at most ``max_rows`` rows, else ``many``: decided here, or by each call."""
+    if max_rows == math.inf:
         return few
-    return lambda *operands: torch.ops.higher_order.cond(operands[0].shape[0] <= most, few, many, operands)
+    return lambda *operands: torch.ops.higher_order.cond(operands[0].shape[0] <= max_rows, few, many, operands)
 
 
 def _spliced(node: Node, called: _Function, operands: list[Node]) -> list[Node]:

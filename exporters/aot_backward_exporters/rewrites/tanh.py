@@ -42,13 +42,13 @@ def by_exp(module: GraphModule, fake_mode: Any) -> None:
     module.recompile()
 
 
-def _tanh(graph: Graph, given: Any, dtype: torch.dtype) -> Node:
+def _tanh(graph: Graph, operand: Any, dtype: torch.dtype) -> Node:
     call = functools.partial(graph_edit.call, graph)
 
     def converted(x: Node, to: torch.dtype) -> Node:
         return x if x.meta["val"].dtype == to else call(torch.ops.prims.convert_element_type.default, x, to)
 
-    x = converted(given, torch.float32)
+    x = converted(operand, torch.float32)
     size = call(aten.abs.default, x)
     square = call(aten.mul.Tensor, size, size)
     series: Any = COEFFICIENTS[-1]
@@ -57,5 +57,5 @@ def _tanh(graph: Graph, given: Any, dtype: torch.dtype) -> Node:
     small = call(aten.add.Tensor, size, call(aten.mul.Tensor, size, call(aten.mul.Tensor, square, series)))
     power = call(aten.add.Tensor, call(aten.exp.default, call(aten.add.Tensor, size, size)), 1)
     large = call(aten.add.Tensor, call(aten.mul.Tensor, call(aten.reciprocal.default, power), -2), 1)
-    chosen = call(aten.where.self, call(aten.lt.Scalar, size, SMALL), small, large)
-    return converted(call(aten.copysign.Tensor, chosen, x), dtype)
+    result = call(aten.where.self, call(aten.lt.Scalar, size, SMALL), small, large)
+    return converted(call(aten.copysign.Tensor, result, x), dtype)

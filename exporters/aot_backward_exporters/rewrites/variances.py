@@ -31,11 +31,11 @@ def by_two_sums(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _write_out(node: Node) -> None:
-    given = graph_edit.arguments(node)
-    x = given["self"]
+    args = graph_edit.arguments(node)
+    x = args["self"]
 
     def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return var_mean(x, given["dim"], correction=given["correction"], keepdim=given["keepdim"])
+        return var_mean(x, args["dim"], correction=args["correction"], keepdim=args["keepdim"])
 
     (variance, mean), _ = spliced(node, moments, [x], {x: x.meta["val"]})
     if node.target is aten.var_mean.correction:

@@ -135,14 +135,14 @@ def _prune() -> None:
     def large(size: int, count: int) -> bool:
         return size > LARGEST
 
-    for name, enough in (("compiled", large), ("objects", large), ("shared", lambda size, count: count > MOST_SHARED)):
+    for name, is_full in (("compiled", large), ("objects", large), ("shared", lambda size, count: count > MOST_SHARED)):
         size = count = 0
         with contextlib.suppress(FileNotFoundError):  # another process prunes too
             for folder in sorted((cache_root() / name).glob("[!.]*"), key=lambda f: f.stat().st_mtime, reverse=True):
                 size += sum(f.stat().st_size for f in folder.iterdir())
                 count += 1
-                if enough(size, count):
+                if is_full(size, count):
                     shutil.rmtree(folder, ignore_errors=True)
-            for killed in (cache_root() / name).glob(".new-*"):  # killed by a signal during the write
-                if time.time() - killed.stat().st_mtime > _ABANDONED:
-                    shutil.rmtree(killed, ignore_errors=True)
+            for leftover in (cache_root() / name).glob(".new-*"):  # killed by a signal during the write
+                if time.time() - leftover.stat().st_mtime > _ABANDONED:
+                    shutil.rmtree(leftover, ignore_errors=True)

@@ -58,8 +58,8 @@ def model_source(wrapper: str) -> str:
     an input and a branch on the hot path.
     """
     interface = _INTERFACE.read_text().strip()
-    before, found, after = wrapper.partition(interface)
-    if not found or after.count(_CHECKS_WANTED) != 1:
+    before, separator, after = wrapper.partition(interface)
+    if not separator or after.count(_CHECKS_WANTED) != 1:
         raise ExportError(f"the C++ that torch {torch.__version__} generates is unknown to this aot-backward: install one that supports it")
     return (
         _for_older_glibc()
@@ -73,10 +73,10 @@ def model_source(wrapper: str) -> str:
 def _looks(wrapper: str) -> str:
     """Return a symbol with the dtype, shape and strides that the code was compiled for, for each constant: the C interface gives only name, dtype and
     size in bytes. A reader compares it with the manifest: another layout than the code's would give wrong numbers."""
-    known: dict[str, dict[str, str]] = {}
+    constants: dict[str, dict[str, str]] = {}
     for number, field, value in _CONSTANT_INFO.findall(wrapper):
-        known.setdefault(number, {})[field] = value.strip('"{}').replace(" ", "").removeprefix("cached_torch_dtype_")
-    lines = "".join(f"{c['name']} {c['dtype']} [{c['shape']}] [{c['stride']}]\\n" for c in known.values())
+        constants.setdefault(number, {})[field] = value.strip('"{}').replace(" ", "").removeprefix("cached_torch_dtype_")
+    lines = "".join(f"{c['name']} {c['dtype']} [{c['shape']}] [{c['stride']}]\\n" for c in constants.values())
     return f'extern "C" __attribute__((used, visibility("default"))) const char {CONSTANT_LAYOUTS}[] = "{lines}";\n'
 
 
@@ -111,9 +111,9 @@ def _for_older_glibc() -> str:
 
 def write_patched_headers(folder: Path) -> None:
     """Write ``model_base.h`` with ``parse_device_str`` only declared: its body alone instantiates std::regex, 3 s in every graph."""
-    patched = _PARSE_DEVICE.sub(r"void parse_device_str(\g<parameters>);\n", (TORCH_INCLUDE / _MODEL_BASE).read_text())
+    header = _PARSE_DEVICE.sub(r"void parse_device_str(\g<parameters>);\n", (TORCH_INCLUDE / _MODEL_BASE).read_text())
     (folder / _MODEL_BASE).parent.mkdir(parents=True)
-    (folder / _MODEL_BASE).write_text(patched)
+    (folder / _MODEL_BASE).write_text(header)
 
 
 def _interface_includes() -> str:

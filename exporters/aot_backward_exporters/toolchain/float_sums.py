@@ -57,5 +57,5 @@ would be in memory, too."""
 
 def in_registers(kernels: str) -> str:
     """Return ``kernels``, the text of a kernel file, with our helper instead of Inductor's."""
-    ours, found = _HELPER.subn(r"aot_backward::Sum<\1>", kernels)
-    return _OURS + _CALLS.sub(r"aot_backward::sum_\1(", ours) if found else kernels
+    source, count = _HELPER.subn(r"aot_backward::Sum<\1>", kernels)
+    return _OURS + _CALLS.sub(r"aot_backward::sum_\1(", source) if count else kernels

@@ -149,19 +149,19 @@ class Builder:
         objects = [_object(file) for c in commands for file in c.sources]
         interface = str(self._parts["interface"].result() / "interface.o")
         flags = [flag for flag in command.flags if flag != _UNUSED]
-        wrapped = f"-Wl,--wrap={cpp_source.PARALLEL}"
-        argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS, wrapped]
+        wrap_flag = f"-Wl,--wrap={cpp_source.PARALLEL}"
+        argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS, wrap_flag]
         return self._pool.submit(self._run, name, argv, folder)
 
     def _compile(self, name: str, command: Command, folder: Path) -> None:
         """Compile one file, or reuse the cached object of the same text and flags from any graph."""
         (file,) = command.sources
-        before: list[str] = []
+        include_flags: list[str] = []
         part = ""
         if file in _HEADERS:
             header = self._parts[_HEADERS[file]].result()
-            before, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name
-        argv = [*command.compiler, *before, *command.flags, "-w", "-c", file, "-o", _object(file)]
+            include_flags, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name
+        argv = [*command.compiler, *include_flags, *command.flags, "-w", "-c", file, "-o", _object(file)]
         key = digest([file, (folder / file).read_text(), part, _versions(command), *command.compiler, *command.flags])
 
         def build(built: Path) -> None:
@@ -175,17 +175,17 @@ class Builder:
             if part not in self._parts:
                 self._parts[part] = self._pool.submit(_build_shared_part, part, command, self._run)
 
-    def _run(self, what: str, argv: Sequence[str], folder: Path) -> None:
+    def _run(self, name: str, argv: Sequence[str], folder: Path) -> None:
         process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         self._running.add(process)
         try:
-            said, _ = process.communicate()
+            output, _ = process.communicate()
         finally:
             self._running.discard(process)
         if process.returncode:
-            last = "\n".join(said.splitlines()[-_LINES_SHOWN:])
-            error = CompilerFailed(f"{what}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{last}")
-            error.said = said
+            tail = "\n".join(output.splitlines()[-_LINES_SHOWN:])
+            error = CompilerFailed(f"{name}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{tail}")
+            error.said = output
             raise error
 
 

@@ -36,22 +36,22 @@ def where_it_pays(function: str) -> str:
 def _condition(region: str) -> str:
     """Return the clause of a region; "" if its loops are unknown."""
     loops = _LOOP.split(region)[1:]
-    works = [_work(loop) for loop in loops]
-    if not works or None in works:
+    costs = [_work(loop) for loop in loops]
+    if not costs or None in costs:
         return ""
-    return f" if({' + '.join(str(work) for work in works)} >= {WORK * len(works)}.0)"
+    return f" if({' + '.join(str(cost) for cost in costs)} >= {WORK * len(costs)}.0)"
 
 
 def _work(loop: str) -> str | None:
     """Return an expression for the number of operations in ``loop``; None if the range of an inner loop is unknown."""
-    found = _RANGE.findall(loop)
-    if not found or len(found) < loop.count("for("):
+    loop_ranges = _RANGE.findall(loop)
+    if not loop_ranges or len(loop_ranges) < loop.count("for("):
         return None
     ranges: dict[str, dict[str, None]] = {}  # consecutive loops have one name, and different ends
-    for name, end in found:
+    for name, end in loop_ranges:
         ranges.setdefault(name, {})[f"static_cast<double>({end})"] = None
     values = _VALUE.findall(loop)
     functions, special = ({name for name, value in values if calls.search(value)} for calls in (_FUNCTION, _SPECIAL))
     operations = MEMORY + len({name for name, _ in values}) + FUNCTION * len(functions) + SPECIAL * len(special)
-    each = operations * (1 if "Vectorized" in loop else SCALAR)
-    return " * ".join([f"{each}.0", *(f"({' + '.join(ends)})" for ends in ranges.values())])
+    cost = operations * (1 if "Vectorized" in loop else SCALAR)
+    return " * ".join([f"{cost}.0", *(f"({' + '.join(ends)})" for ends in ranges.values())])

@@ -19,9 +19,9 @@ from .compile_cache import cache_root
 
 def erase_paths(library: bytes, folders: Iterable[Path]) -> bytes:
     """Return ``library`` with each occurrence of ``folders``, or of a folder that identifies this machine, overwritten at equal length."""
-    named = {*folders, Path(torch.__file__).parent / "include", Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), cache_root()}
-    deep = {p for p in named if len(p.parts) > 2} | {Path.home()}  # "/usr" or "/tmp" say nothing about this machine
-    spellings = {str(p.absolute()) for p in deep} | {str(p.resolve()) for p in deep}
+    candidates = {*folders, Path(torch.__file__).parent / "include", Path(sys.prefix), Path(sys.base_prefix), Path.cwd(), cache_root()}
+    paths = {p for p in candidates if len(p.parts) > 2} | {Path.home()}  # "/usr" or "/tmp" say nothing about this machine
+    spellings = {str(p.absolute()) for p in paths} | {str(p.resolve()) for p in paths}
     longest_first = sorted((os.fsencode(s) for s in spellings - {"/"}), key=len, reverse=True)
     pattern = re.compile(b"(?:" + b"|".join(map(re.escape, longest_first)) + b")/")
     return pattern.sub(lambda match: _filler(len(match.group())), library)

@@ -69,7 +69,7 @@ class Attachment:
         try:
             bound = self._bounds.get(net.training)
             if bound is None or not (bound.has_same_layers(net) and bound.has_same_modes(net)):
-                if not any(known.has_same_layers(net) for known in self._bounds.values()):
+                if not any(other.has_same_layers(net) for other in self._bounds.values()):
                     self._check_layers(net)
                 bound = self._bounds[net.training] = self._bind(net)
             if self._to_compare > 0:
@@ -118,18 +118,18 @@ class Attachment:
         elif spec.layers[0].hooks:
             raise InputError("the module was exported with its own hooks: they are compiled, and would run twice. Export it without them.")
         else:
-            for sure, words in sorted(differences(spec.layers, net), key=lambda one: not one[0]):
+            for sure, words in sorted(differences(spec.layers, net), key=lambda pair: not pair[0]):
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
 
     def _bind(self, net: nn.Module) -> _Bound:
         """Return the state that later calls must find. Raise :class:`InputError` if no exported variant has the submodule modes of ``net``."""
         bound = _Bound(net, self._entry.state.names)
-        apart = {name for name, part in bound.parts if part.training != net.training}
+        set_apart = {name for name, part in bound.parts if part.training != net.training}
         exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
-        if exported and apart not in exported:  # if the mode was not exported, the call raises
-            name = min(apart ^ exported[0])
+        if exported and set_apart not in exported:  # if the mode was not exported, the call raises
+            name = min(set_apart ^ exported[0])
             other = "eval" if bound.mode == "train" else "train"
-            got, expected = (other, bound.mode) if name in apart else (bound.mode, other)
+            got, expected = (other, bound.mode) if name in set_apart else (bound.mode, other)
             raise InputError(f"{name}: expected {expected} mode, as when it was exported, got {got} mode. {_EXPORT_AGAIN}")
         return bound
 
@@ -154,21 +154,23 @@ class _Bound:
                     f"{name}: expected a submodule without hooks, got {hook}, which would never run. Register it on the module itself, or remove it."
                 )
         state = state_of(net)
-        if odd := sorted(state.keys() ^ set(names)):
-            raise InputError(f"expected the tensors of the exported module, got {'also' if odd[0] in state else 'no'} {odd[0]}. {_EXPORT_AGAIN}")
-        if odd := [name for name in names if state[name].is_inference()]:
+        if invalid := sorted(state.keys() ^ set(names)):
             raise InputError(
-                f"{odd[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
+                f"expected the tensors of the exported module, got {'also' if invalid[0] in state else 'no'} {invalid[0]}. {_EXPORT_AGAIN}"
+            )
+        if invalid := [name for name in names if state[name].is_inference()]:
+            raise InputError(
+                f"{invalid[0]}: expected a tensor that autograd can track, got one made under torch.inference_mode(). Make the module outside of it."
             )
         self._slots = [slot_of(net, name) for name in names]
-        every = [net, *(part for _, part in self.parts)]
-        averages = {id(t) for part in every if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
+        modules = [net, *(part for _, part in self.parts)]
+        averages = {id(t) for part in modules if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
         self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd noticing
         self.mode = "train" if net.training else "eval"
-        slots = [d for part in every for d in (part._parameters, part._buffers, part._modules)]
+        slots = [d for part in modules for d in (part._parameters, part._buffers, part._modules)]
         self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
         self._absent = [(d, name) for d in slots for name, value in d.items() if value is None]
-        self._children = [(part._modules, list(part._modules.values())) for part in every if part._modules]
+        self._children = [(part._modules, list(part._modules.values())) for part in modules if part._modules]
         self._looks, self._modes = self._look(net), self._read_modes(net)
         self._own_settings = _getter(net)
         self._settings = [(get, part) for _, part in self.parts if (get := _getter(part)) is not None]
@@ -191,8 +193,8 @@ class _Bound:
         )
 
     def _look(self, net: nn.Module) -> list[Any]:
-        looks: list[Any] = [(part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
-        return [*looks, net.__class__]
+        layers: list[Any] = [(part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
+        return [*layers, net.__class__]
 
     def has_same_modes(self, net: nn.Module) -> bool:
         return self._read_modes(net) == self._modes

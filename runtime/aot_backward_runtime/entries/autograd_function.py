@@ -63,8 +63,8 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        of, flat, current, sizes = call.differentiated, call.matched.flat, call.current, call.matched.sizes
-        forward, double = of.forward, of.double
+        derivative, flat, current, sizes = call.differentiated, call.matched.flat, call.current, call.matched.sizes
+        forward, double = derivative.forward, derivative.double
         ctx.set_materialize_grads(False)
         if double is not None and double.spec.random:
             call.random = _generator_states(double)
@@ -72,33 +72,33 @@ class _Native(torch.autograd.Function):
         hooked = torch_api.saved_tensors_hooks(False) is not None  # they may return copies, and keep the originals
         if forward.pools_outputs:
             results, call.pooled = forward.call_forward(call.binding, flat, sizes, call, hooked)
-            shown = results if call.pooled is None else call.pooled.with_copies(forward.results)
+            outputs = results if call.pooled is None else call.pooled.with_copies(forward.results)
         else:
-            shown = results = forward.call(call.binding, flat, sizes)
-        if of.variant.spec.shared:
-            of.variant.share(forward, shown, sizes, of.detached)
+            outputs = results = forward.call(call.binding, flat, sizes)
+        if derivative.variant.spec.shared:
+            derivative.variant.share(forward, outputs, sizes, derivative.detached)
         lists = results, flat, current
-        kept = [lists[where][i] for where, i in of.kept]
+        saved = [lists[where][i] for where, i in derivative.kept]
         if double is None:
             call.current = ()  # do not keep the parameters alive in addition to autograd's references
         if call.pooled is not None:
-            kept += [shown[i] for i in forward.kept_results if shown[i] is not results[i]]
+            saved += [outputs[i] for i in forward.kept_results if outputs[i] is not results[i]]
         if double is not None:  # second derivatives need the sources with their history, which only autograd has
-            kept += sources
-        ctx.save_for_backward(*kept)
+            saved += sources
+        ctx.save_for_backward(*saved)
         call.sources = sources
-        call.shared = hooked and bool(of.backward.consumes)
-        call.memory = () if hooked else [(i, kept[i].data_ptr(), kept[i].shape) for i in forward.saved_inputs]
+        call.shared = hooked and bool(derivative.backward.consumes)
+        call.memory = () if hooked else [(i, saved[i].data_ptr(), saved[i].shape) for i in forward.saved_inputs]
         ctx.call = call
-        if of.detached:
-            ctx.mark_non_differentiable(*[shown[i] for i in of.detached_results])
-        return tuple([shown[i] for i in forward.results])
+        if derivative.detached:
+            ctx.mark_non_differentiable(*[outputs[i] for i in derivative.detached_results])
+        return tuple([outputs[i] for i in forward.results])
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
-        of = call.differentiated
-        given = [incoming[i] for i in of.variant.incoming]
+        derivative = call.differentiated
+        grad_outputs = [incoming[i] for i in derivative.variant.incoming]
         saved = ctx.saved_tensors
         if call.consumed:
             raise GradientError("an earlier backward of this graph failed, and may have overwritten its saved tensors: run the forward again")
@@ -107,35 +107,35 @@ class _Native(torch.autograd.Function):
                 raise GradientError(
                     "the memory of an input was replaced (.data = …) between forward and backward; pass a copy to the forward instead"
                 )
-        needed = ctx.needs_input_grad[1:]
+        needs_grad = ctx.needs_input_grad[1:]
         if not torch.is_grad_enabled():
-            return (None, *_gradients(call, saved, given, needed))
-        if of.double is not None:
-            return (None, *_differentiable_gradients(call, saved[len(saved) - len(call.sources) :], given, needed))
+            return (None, *_gradients(call, saved, grad_outputs, needs_grad))
+        if derivative.double is not None:
+            return (None, *_differentiable_gradients(call, saved[len(saved) - len(call.sources) :], grad_outputs, needs_grad))
         with torch.no_grad():
-            gradients = _gradients(call, saved, given, needed)
-        there = [g for g in gradients if g is not None]
-        refusing = iter(_Refusing.apply(there, *call.sources, *(t for t in given if t is not None)))
-        return (None, *(None if g is None else next(refusing) for g in gradients))
+            gradients = _gradients(call, saved, grad_outputs, needs_grad)
+        defined_grads = [g for g in gradients if g is not None]
+        guarded_grads = iter(_Refusing.apply(defined_grads, *call.sources, *(t for t in grad_outputs if t is not None)))
+        return (None, *(None if g is None else next(guarded_grads) for g in gradients))
 
 
 def _gradients(
-    call: DifferentiableCall, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    call: DifferentiableCall, saved: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Return the compiled backward's gradients, if ``needed``. ``given``: the incoming gradients."""
-    of, matched = call.differentiated, call.matched
-    cotangents = of.variant.fit_cotangents(given, matched.sizes)
-    places = of.places if cotangents is given else of.reached(given)
-    if of.backward.consumes:
+    """Return the compiled backward's gradients, if ``needs_grad``. ``grad_outputs``: the incoming gradients."""
+    derivative, matched = call.differentiated, call.matched
+    cotangents = derivative.variant.fit_cotangents(grad_outputs, matched.sizes)
+    places = derivative.places if cotangents is grad_outputs else derivative.reached(grad_outputs)
+    if derivative.backward.consumes:
         if call.shared or torch_api.keeps_graph():
-            saved = of.backward.unconsumed(saved)
+            saved = derivative.backward.unconsumed(saved)
         else:
             call.consumed = True
-    if of.forward.pools_outputs:
+    if derivative.forward.pools_outputs:
         results = _pooled_backward(call, saved, cotangents)
     else:
-        results = of.backward.call(call.binding, matched.flat, matched.sizes, saved, cotangents)
-    return [None if place is None or not asked else results[place] for place, asked in zip(places, needed, strict=True)]
+        results = derivative.backward.call(call.binding, matched.flat, matched.sizes, saved, cotangents)
+    return [None if place is None or not need else results[place] for place, need in zip(places, needs_grad, strict=True)]
 
 
 _apply = super(torch.autograd.Function, _Native).apply
@@ -151,42 +151,45 @@ def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[to
 def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run the backward of a forward whose library pools outputs. If it did, read inputs from the forward's static inputs: they still have the same
     values, as autograd has checked."""
-    inputs, sizes, pooled, of = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
+    inputs, sizes, pooled, derivative = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
     if pooled is None:
-        return of.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
+        return derivative.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
     inputs = [pooled.input(i, t) for i, t in enumerate(inputs)]
-    kept = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(of.forward.saved, saved, strict=False)]
-    results = of.backward.call_backward(call.binding, inputs, sizes, kept, cotangents, pooled)
+    static_saved = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(derivative.forward.saved, saved, strict=False)]
+    results = derivative.backward.call_backward(call.binding, inputs, sizes, static_saved, cotangents, pooled)
     if not torch_api.keeps_graph():
         pooled.release()
     return results
 
 
 def _differentiable_gradients(
-    call: DifferentiableCall, sources: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], needed: Sequence[bool]
+    call: DifferentiableCall, sources: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """Compute the gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: the forward's, with their
     autograd history."""
-    of = call.differentiated
-    variant, double = of.variant, of.double
+    derivative = call.differentiated
+    variant, double = derivative.variant, derivative.double
     assert double is not None
     inputs: list[torch.Tensor] = list(call.matched.flat)
     parameters = []
-    for target, source in zip(of.wrt, sources, strict=True):
+    for target, source in zip(derivative.wrt, sources, strict=True):
         kind, _, where = target.partition(":")
         if kind == "input":
             inputs[int(where)] = source
         else:
             parameters.append((target, source))
-    tensors = [*inputs, *variant.materialized(given, call.matched.sizes)]
-    fitting, sizes, _ = double.contract.fit(tensors)
-    needing = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
-    matched, twice = MatchedCall(double, tensors, fitting, sizes), double.differentiated([t for t, _ in needing])
-    again = DifferentiableCall(matched, twice, call.binding, call.current)
+    tensors = [*inputs, *variant.materialized(grad_outputs, call.matched.sizes)]
+    flat, sizes, _ = double.contract.fit(tensors)
+    targets = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
+    matched, second_derivative = MatchedCall(double, tensors, flat, sizes), double.differentiated([t for t, _ in targets])
+    double_call = DifferentiableCall(matched, second_derivative, call.binding, call.current)
     with _generators_at(call.random, double):
-        made = apply(again, [source for _, source in needing])
-    gradients = dict(zip(double.spec.gives, made, strict=True))
-    return [gradients.get(t) if asked and place is not None else None for t, place, asked in zip(of.wrt, of.reached(given), needed, strict=True)]
+        results = apply(double_call, [source for _, source in targets])
+    gradients = dict(zip(double.spec.gives, results, strict=True))
+    return [
+        gradients.get(t) if need and place is not None else None
+        for t, place, need in zip(derivative.wrt, derivative.reached(grad_outputs), needs_grad, strict=True)
+    ]
 
 
 def _generator_states(variant: Variant) -> list[torch.Tensor]:
@@ -223,11 +226,11 @@ class _Refusing(torch.autograd.Function):
 def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[int], list[int]]:
     """Return the places of the tensors that need gradients in this call, in the state and among the inputs. Raise :class:`GradientError` if the
     package lacks the gradient of one."""
-    known, covered = variant.wrt, variant.covered
+    wrt, covered = variant.wrt, variant.covered
     state, inputs = [], []
     for i, target in entry.state.wrt:
         if current[i].requires_grad:
-            if target in known:
+            if target in wrt:
                 state.append(i)
             elif target not in covered:
                 name = entry.state.names[i]
@@ -238,7 +241,7 @@ def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tenso
     for i, tensor in enumerate(matched.given):
         if tensor.requires_grad:
             target = f"input:{i}"
-            if target in known:
+            if target in wrt:
                 inputs.append(i)
             elif target not in covered:
                 name = variant.spec.inputs[i].name

@@ -96,10 +96,10 @@ class Watch:
         self._check: Callable[..., bool] = lambda *_: False
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        known = {id(t) for t in self.tensors}
-        more = [t for t in {id(t): t for t in tensors}.values() if id(t) not in known]
-        if more:
-            self.tensors.extend(more)
+        ids = {id(t) for t in self.tensors}
+        new_tensors = [t for t in {id(t): t for t in tensors}.values() if id(t) not in ids]
+        if new_tensors:
+            self.tensors.extend(new_tensors)
             self.touched[0] = True
 
     def settle(self, hooks: bool) -> None:
@@ -121,9 +121,9 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool, watch: Watch) -> BoundParameter:
-    made = torch_api.make_subclass(kind, tensor, requires_grad)
-    made._touched = watch.touched
-    return made
+    parameter = torch_api.make_subclass(kind, tensor, requires_grad)
+    parameter._touched = watch.touched
+    return parameter
 
 
 def resizable(tensor: torch.Tensor) -> bool:

@@ -57,12 +57,12 @@ class CachedCall:
             self.runnable.refuse_overlap(self._written, args, self._variant.spec.inputs)
         return True
 
-    def value(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> Any:
-        """Return the program's result. ``given``: the caller's tensors."""
+    def value(self, results: list[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the program's result. ``inputs``: the caller's tensors."""
         if self.plain:
             return results[0]
         self._variant.share(self.runnable, results, self._sizes)
-        flat = [results[w] if k == "result" else given[w] if k == "input" else self._held[self._index[w]] for k, w in self.runnable.outputs]
+        flat = [results[w] if k == "result" else inputs[w] if k == "input" else self._held[self._index[w]] for k, w in self.runnable.outputs]
         return unflatten(self._tree, flat, self._sizes, self._types)
 
 

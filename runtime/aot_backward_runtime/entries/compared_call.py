@@ -41,11 +41,11 @@ def compare_call(entry: Entry, net: nn.Module, mode: str, args: tuple[Any, ...],
         tensors = state_of(twin)
         return call_entry(entry, [tensors[n] for n in entry.state.names], mode, args, kwargs)
 
-    found, gradients = _run(compiled, net, args, kwargs)
+    actual, gradients = _run(compiled, net, args, kwargs)
     served()
     expected, expected_gradients = _run(by_eager, net, args, kwargs)
     largest = max((_norm(g) for g in expected_gradients.values() if g is not None), default=0.0)
-    words = _difference(found, expected, 1, 0.0) or _difference(gradients, expected_gradients, _GRADIENTS, largest)
+    words = _difference(actual, expected, 1, 0.0) or _difference(gradients, expected_gradients, _GRADIENTS, largest)
     if words:
         raise ExecutionError(f"compiled code and the module's own forward differ: {words}. Export the module as it is now.")
 
@@ -56,8 +56,8 @@ def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tu
         twin = copy.deepcopy(net)
     except Exception as error:
         raise ExecutionError(f"compare: expected a module that copy.deepcopy can copy, got {error}. Attach it without compare.") from error
-    given: dict[int, torch.Tensor] = {}
-    args, kwargs = pytree.tree_map(lambda value: _apart(value, given), (args, kwargs))
+    copies: dict[int, torch.Tensor] = {}
+    args, kwargs = pytree.tree_map(lambda value: _apart(value, copies), (args, kwargs))
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
         results = pytree.tree_leaves(call(twin, args, kwargs))
         tensors = {f"result {i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
@@ -65,20 +65,20 @@ def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tu
         outputs = [t for t in tensors.values() if t.requires_grad]
         values |= {f"whether {n} requires a gradient": torch.tensor(t.requires_grad) for n, t in tensors.items()}
         sources: dict[str, torch.Tensor] = {f"the gradient of {n}": p for n, p in twin.named_parameters() if p.requires_grad}
-        sources |= {f"the gradient of tensor {i} of the arguments": t for i, t in enumerate(given.values()) if t.requires_grad}
+        sources |= {f"the gradient of tensor {i} of the arguments": t for i, t in enumerate(copies.values()) if t.requires_grad}
         if not outputs or not sources:
             return values, {}
         gradients = torch.autograd.grad(outputs, list(sources.values()), _incoming(outputs), allow_unused=True)
     return values, dict(zip(sources, gradients, strict=True))
 
 
-def _apart(value: Any, given: dict[int, torch.Tensor]) -> Any:
+def _apart(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return a tensor as a new leaf, one for each tensor; anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    if id(value) not in given:
-        given[id(value)] = value.detach().clone(memory_format=torch.preserve_format).requires_grad_(value.requires_grad)
-    return given[id(value)]
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().clone(memory_format=torch.preserve_format).requires_grad_(value.requires_grad)
+    return copies[id(value)]
 
 
 def _incoming(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -87,25 +87,25 @@ def _incoming(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype).to(o.device) for o in outputs]
 
 
-def _difference(found: Values, expected: Values, factor: float, largest: float) -> str:
-    if odd := [n for n in {**expected, **found} if n not in found or n not in expected]:
-        return f"{odd[0]} exists only in {'compiled code' if odd[0] in found else 'eager'}"
-    return next((f"{n} {words}" for n in expected if (words := _compared(found[n], expected[n], factor, largest))), "")
+def _difference(actual: Values, expected: Values, factor: float, largest: float) -> str:
+    if mismatches := [n for n in {**expected, **actual} if n not in actual or n not in expected]:
+        return f"{mismatches[0]} exists only in {'compiled code' if mismatches[0] in actual else 'eager'}"
+    return next((f"{n} {words}" for n in expected if (words := _compared(actual[n], expected[n], factor, largest))), "")
 
 
-def _compared(found: torch.Tensor | None, expected: torch.Tensor | None, factor: float, largest: float) -> str:
-    if found is None or expected is None:
-        return "" if found is expected else f"is None in {'compiled code' if found is None else 'eager'} only"
-    if found.dtype is not expected.dtype or found.shape != expected.shape:
-        return f"is {found.dtype} {tuple(found.shape)} in compiled code and {expected.dtype} {tuple(expected.shape)} in eager"
-    if not (found.is_floating_point() or found.is_complex()):
-        return "" if torch.equal(found, expected) else "has other values in compiled code"
-    odd = ~torch.isfinite(expected)
-    if not torch.equal(_infinities(found[odd]), _infinities(expected[odd])) or not torch.isfinite(found[~odd]).all():
+def _compared(actual: torch.Tensor | None, expected: torch.Tensor | None, factor: float, largest: float) -> str:
+    if actual is None or expected is None:
+        return "" if actual is expected else f"is None in {'compiled code' if actual is None else 'eager'} only"
+    if actual.dtype is not expected.dtype or actual.shape != expected.shape:
+        return f"is {actual.dtype} {tuple(actual.shape)} in compiled code and {expected.dtype} {tuple(expected.shape)} in eager"
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return "" if torch.equal(actual, expected) else "has other values in compiled code"
+    nonfinite = ~torch.isfinite(expected)
+    if not torch.equal(_infinities(actual[nonfinite]), _infinities(expected[nonfinite])) or not torch.isfinite(actual[~nonfinite]).all():
         return "has other Inf or NaN elements than eager"
-    allowed = factor * _RESULTS.get(found.dtype, _OTHERS) * max(_norm(expected[~odd]), _SMALL.get(found.dtype, _OTHERS_SMALL) * largest)
-    off = _norm(found[~odd] - expected[~odd])
-    return "" if off <= allowed else f"is off by {off:.3g}; {allowed:.3g} is allowed"
+    tolerance = factor * _RESULTS.get(actual.dtype, _OTHERS) * max(_norm(expected[~nonfinite]), _SMALL.get(actual.dtype, _OTHERS_SMALL) * largest)
+    error = _norm(actual[~nonfinite] - expected[~nonfinite])
+    return "" if error <= tolerance else f"is off by {error:.3g}; {tolerance:.3g} is allowed"
 
 
 def _infinities(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,29 +59,29 @@ class Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
         return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device)
 
-    def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None = None) -> MatchedCall:
+    def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None = None) -> MatchedCall:
         """Find the variant that serves these arguments. :class:`InputError` gives the reason if none does.
 
-        ``asked``, if the entry is :attr:`specialised` and gradients are recorded: the parameters that require gradients."""
+        ``parameters``, if the entry is :attr:`specialised` and gradients are recorded: the parameters that require gradients."""
         if torch_api.is_watched():
-            return self._match_watched(mode, args, kwargs, asked)
-        for fast, variant, sizes, served in self._fast:
+            return self._match_watched(mode, args, kwargs, parameters)
+        for fast, variant, sizes, wrt in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
-            if tensors is not None and fast.holds(tensors) and (not self.specialised or _asked(asked, tensors) == served):
+            if tensors is not None and fast.holds(tensors) and (not self.specialised or _asked(parameters, tensors) == wrt):
                 variant.check_ambient()
                 return MatchedCall(variant, tensors, tensors, sizes)
-        return self._match_slowly(mode, args, kwargs, asked)
+        return self._match_slowly(mode, args, kwargs, parameters)
 
-    def _match_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> MatchedCall:
+    def _match_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None) -> MatchedCall:
         if torch_api.is_traced():
             raise InputError(
                 "called during tracing (make_fx, torch.export), which would record the results and not the call; keep this call out of the trace"
             )
-        matched = self._match_slowly(mode, args, kwargs, asked)
+        matched = self._match_slowly(mode, args, kwargs, parameters)
         torch_api.refuse_duals(matched.given)
         return matched
 
-    def _match_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], asked: frozenset[str] | None) -> MatchedCall:
+    def _match_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None) -> MatchedCall:
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})
@@ -90,39 +90,39 @@ class Entry:
                 f"or export a Variant with mode={mode!r}"
             )
         failures: list[tuple[Variant, InputError]] = []
-        key = _key(mode, args, kwargs), asked
+        key = _key(mode, args, kwargs), parameters
         if key in self._resolved:
             candidates.sort(key=lambda v: v is not self._resolved[key])
         elif self.specialised:
             candidates.sort(key=lambda v: (len(v.wrt), len(v.covered)))
-        short: MatchedCall | None = None  # a match that lacks some requested gradients
+        partial_match: MatchedCall | None = None  # a match that lacks some requested gradients
         for variant in candidates:
             try:
                 matched, untouched = self._try(variant, args, kwargs)
             except InputError as error:
                 failures.append((variant, error))
                 continue
-            wanted = _asked(asked, matched.given)
-            if self.specialised and not wanted <= variant.covered:
-                short = matched  # the last one is the largest
+            wrt = _asked(parameters, matched.given)
+            if self.specialised and not wrt <= variant.covered:
+                partial_match = matched  # the last one is the largest
                 continue
             if len(self._resolved) < _RESOLVED:
                 self._resolved[key] = variant
             if untouched:
-                self._fast.insert(0, (Fast(matched.flat), variant, matched.sizes, wanted))
+                self._fast.insert(0, (Fast(matched.flat), variant, matched.sizes, wrt))
                 del self._fast[_MAX_SIGNATURES:]
             return matched
-        if short is not None:
-            return short
+        if partial_match is not None:
+            return partial_match
         if len(failures) == 1:
             raise failures[0][1]
         reasons = "; ".join(f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}" for v, e in failures)
         raise InputError(f"none of the {len(failures)} variants of entry {self.name!r} serves this call: {reasons}")
 
     def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MatchedCall, bool]:
-        given = variant.leaves(args, kwargs)
+        tensors = variant.leaves(args, kwargs)
         try:
-            flat, sizes, untouched = variant.contract.fit(given)
+            flat, sizes, untouched = variant.contract.fit(tensors)
         except RuntimeError as error:
             if not torch_api.in_functorch():
                 raise
@@ -130,7 +130,7 @@ class Entry:
                 "called inside a torch.func transform (vmap, grad, jvp), which cannot transform native code; export the transformed function"
             ) from error
         variant.check_ambient()
-        return MatchedCall(variant, given, flat, sizes), untouched
+        return MatchedCall(variant, tensors, flat, sizes), untouched
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], strict: bool) -> None:
         """Copy ``tensors`` into ``own`` in place; change nothing if one of them does not fit."""

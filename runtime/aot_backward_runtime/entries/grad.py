@@ -36,12 +36,12 @@ class LoadedGrad:
         """``tensors``: the entry's state by weight key. ``shared``: whether other entries hold its memory too."""
         self._entry = entry
         self._watch = Watch()
-        made: dict[str, torch.Tensor] = {}
+        by_weight: dict[str, torch.Tensor] = {}
         for spec in entry.spec.state:
-            if spec.weight not in made:
-                made[spec.weight] = bound(BoundParameter, tensors[spec.weight], spec.requires_grad, self._watch)
-        self._held = [made[spec.weight] for spec in entry.spec.state]
-        self._named: Mapping[str, torch.Tensor] = MappingProxyType({s.name: made[s.weight] for s in entry.spec.state})
+            if spec.weight not in by_weight:
+                by_weight[spec.weight] = bound(BoundParameter, tensors[spec.weight], spec.requires_grad, self._watch)
+        self._held = [by_weight[spec.weight] for spec in entry.spec.state]
+        self._named: Mapping[str, torch.Tensor] = MappingProxyType({s.name: by_weight[s.weight] for s in entry.spec.state})
         self._weak = [weakref.ref(t) for t in self._held]
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
@@ -130,9 +130,9 @@ class LoadedGrad:
         """Return an independent function on copies of the tensors, without their hooks, as for copies of any ``Parameter``."""
         tensors = {s.weight: t.detach().clone() for s, t in zip(self._entry.spec.state, self._held, strict=True)}
         out = LoadedGrad(copy.deepcopy(self._entry, memo), tensors)
-        for mine, theirs in zip(self._held, out._held, strict=True):
-            theirs.requires_grad_(mine.requires_grad)
-            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        for old, new in zip(self._held, out._held, strict=True):
+            new.requires_grad_(old.requires_grad)
+            new.grad = None if old.grad is None else old.grad.clone()
         memo[id(self)] = out
         return out.train(self.training)
 
@@ -168,16 +168,16 @@ class LoadedGrad:
     def _hooked(self, gradients: Any, matched: MatchedCall) -> Any:
         """Return ``gradients`` after running the hooks on the differentiated tensors."""
         spec = self._entry.spec
-        named = {spec.names[0]: gradients} if spec.single else gradients
+        by_name = {spec.names[0]: gradients} if spec.single else gradients
         sources: dict[str, torch.Tensor] = {}
         for name, target in zip(spec.names, spec.wrt, strict=True):
             kind, _, where = target.partition(":")
             tensor = matched.given[int(where)] if kind == "input" else self._named[where]
-            if named[name] is not None and has_hooks(tensor):
+            if by_name[name] is not None and has_hooks(tensor):
                 sources[name] = tensor
-        made = dict(zip(sources, apply_hooks(list(sources.values()), [named[n] for n in sources]), strict=True)) if sources else {}
-        named = {n: made.get(n, g) for n, g in named.items()}
-        return named[spec.names[0]] if spec.single else named
+        new_gradients = dict(zip(sources, apply_hooks(list(sources.values()), [by_name[n] for n in sources]), strict=True)) if sources else {}
+        by_name = {n: new_gradients.get(n, g) for n, g in by_name.items()}
+        return by_name[spec.names[0]] if spec.single else by_name
 
 
 class _GradCall(CachedCall):
@@ -199,8 +199,8 @@ class _GradCall(CachedCall):
         assert self.runnable.library is not None
         return error if isinstance(error, ExecutionError) else self.runnable.library.failed(error)
 
-    def finish(self, results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        value = results[0] if self.plain else self.value(results, given)
+    def finish(self, results: list[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        value = results[0] if self.plain else self.value(results, inputs)
         if self._single:
             i = self._gradients[0]
             return value, None if i is None else results[i]

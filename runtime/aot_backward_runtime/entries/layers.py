@@ -48,25 +48,25 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
     """Yield the differences between ``module`` and the exported one: whether each surely changes results, and a text. Layers that are new, gone, of
     another class or with a replaced forward are sure, and so are settings of PyTorch's layers. Attributes and source of other classes may differ
     harmlessly."""
-    before, now = {layer.name: layer for layer in exported}, {layer.name: layer for layer in layers_of(module)}
-    for name in {**before, **now}:
+    old_layers, new_layers = {layer.name: layer for layer in exported}, {layer.name: layer for layer in layers_of(module)}
+    for name in {**old_layers, **new_layers}:
         where = name or "the module"
-        if name not in now or name not in before:
-            yield True, f"{where} is {'gone' if name in before else 'new'}"
+        if name not in new_layers or name not in old_layers:
+            yield True, f"{where} is {'gone' if name in old_layers else 'new'}"
             continue
-        old, new = before[name], now[name]
+        old, new = old_layers[name], new_layers[name]
         if old.kind != new.kind:
             kinds = [kind.rpartition(".")[2] for kind in (new.kind, old.kind)]
-            is_now, was = kinds if kinds[0] != kinds[1] else (new.kind, old.kind)
-            yield True, f"{where} is a {is_now}, and was a {was} when it was exported"
+            new_kind, old_kind = kinds if kinds[0] != kinds[1] else (new.kind, old.kind)
+            yield True, f"{where} is a {new_kind}, and was a {old_kind} when it was exported"
             continue
         sure = is_of_torch(module.get_submodule(name))
         for setting, value in old.settings.items():
-            if (found := new.settings.get(setting, "nothing")) != value:
-                yield sure, f"{setting} of {where} is {found}, and was {value} when it was exported"
+            if (new_value := new.settings.get(setting, "nothing")) != value:
+                yield sure, f"{setting} of {where} is {new_value}, and was {value} when it was exported"
         if old.source != new.source or not (sure or new.source):
-            unread = "" if old.source and new.source else ", or cannot be read"
-            yield False, f"the source of {new.kind}, the class of {where}, is not the one that was exported{unread}"
+            suffix = "" if old.source and new.source else ", or cannot be read"
+            yield False, f"the source of {new.kind}, the class of {where}, is not the one that was exported{suffix}"
         if old.replaced or new.replaced:
             yield (
                 True,

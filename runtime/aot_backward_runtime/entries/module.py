@@ -37,9 +37,9 @@ class LoadedModule(nn.Module):
         super().__init__()
         for name in entry.spec.modules:
             _submodule(self, name)
-        made: dict[str, torch.Tensor] = {}
+        by_weight: dict[str, torch.Tensor] = {}
         for spec in entry.spec.state:
-            _place(self, spec, made, tensors)
+            _place(self, spec, by_weight, tensors)
         self._aot_entry = entry
         self._aot_slots = _Slots([slot_of(self, name) for name in entry.state.names])
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
@@ -74,10 +74,10 @@ class LoadedModule(nn.Module):
         Returns:
             The module itself.
         """
-        apart = self._aot_apart["train" if mode else "eval"]
+        set_apart = self._aot_apart["train" if mode else "eval"]
         for name, module in self.named_modules(remove_duplicate=False):
             if name == "" or isinstance(module, _Part):
-                module.training = mode != (name in apart)
+                module.training = mode != (name in set_apart)
             elif type(module) is not _Part:
                 module.train(mode)
         return self
@@ -100,20 +100,20 @@ class LoadedModule(nn.Module):
             self._aot_check_state(state_dict, strict, assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _aot_check_state(self, given: Mapping[str, Any], strict: bool, assign: bool) -> None:
+    def _aot_check_state(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> None:
         entry = self._aot_entry
         own = {s.name: t for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
         persistent = {s.name: own[s.name] for s in entry.spec.state if s.persistent}
-        if problem := tensor_values.unlike(persistent, {n: v for n, v in given.items() if n in persistent}, strict=strict):
+        if problem := tensor_values.unlike(persistent, {n: v for n, v in state_dict.items() if n in persistent}, strict=strict):
             raise StateDictError(f"state of entry {entry.name!r}: {problem}; nothing was changed")
-        added = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # submodules added by the caller
+        prefixes = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # submodules added by the caller
         others = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers(remove_duplicate=False))} - own.keys()
-        unexpected = sorted(map(str, given.keys() - persistent.keys() - others))
-        if strict and (unexpected := [n for n in unexpected if not n.startswith(added)]):
+        unexpected = sorted(map(str, state_dict.keys() - persistent.keys() - others))
+        if strict and (unexpected := [n for n in unexpected if not n.startswith(prefixes)]):
             raise StateDictError(f"state of entry {entry.name!r}: unexpected {unexpected[:5]}; nothing was changed")
         if assign:
             try:
-                entry.state.check([given.get(n, t).detach() if n in persistent else t for n, t in own.items()])
+                entry.state.check([state_dict.get(n, t).detach() if n in persistent else t for n, t in own.items()])
             except WeightsError as error:
                 raise StateDictError(f"state of entry {entry.name!r}: {error}; nothing was changed") from error
 
@@ -139,10 +139,10 @@ class LoadedModule(nn.Module):
         tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
         out = LoadedModule(copy.deepcopy(entry, memo), tensors)
         out.train(self.training)
-        for mine, theirs in zip(self._aot_current(), out._aot_current(), strict=True):
-            if isinstance(mine, nn.Parameter):
-                theirs.requires_grad_(mine.requires_grad)
-                theirs.grad = None if mine.grad is None else mine.grad.clone()
+        for old, new in zip(self._aot_current(), out._aot_current(), strict=True):
+            if isinstance(old, nn.Parameter):
+                new.requires_grad_(old.requires_grad)
+                new.grad = None if old.grad is None else old.grad.clone()
         memo[id(self)] = out
         for name, value in self.__dict__.items():  # the caller's own attributes and hooks
             if name not in out.__dict__ or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
@@ -256,13 +256,13 @@ def _submodule(root: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-def _place(root: nn.Module, spec: StateSpec, made: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+def _place(root: nn.Module, spec: StateSpec, by_weight: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
     path, _, last = spec.name.rpartition(".")
     owner = _submodule(root, path)
-    if spec.weight not in made:
+    if spec.weight not in by_weight:
         tensor = tensors[spec.weight]
-        made[spec.weight] = nn.Parameter(tensor, requires_grad=spec.requires_grad) if spec.parameter else tensor
+        by_weight[spec.weight] = nn.Parameter(tensor, requires_grad=spec.requires_grad) if spec.parameter else tensor
     if spec.parameter:
-        owner.register_parameter(last, made[spec.weight])  # type: ignore[arg-type]
+        owner.register_parameter(last, by_weight[spec.weight])  # type: ignore[arg-type]
     else:
-        owner.register_buffer(last, made[spec.weight], persistent=spec.persistent)
+        owner.register_buffer(last, by_weight[spec.weight], persistent=spec.persistent)

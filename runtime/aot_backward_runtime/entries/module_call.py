@@ -23,9 +23,9 @@ def call_entry(entry: Entry, current: Sequence[torch.Tensor], mode: str, args: t
     matched, binding, runnable = _bound_call(entry, current, mode, args, kwargs)
     variant = matched.variant
     if torch.is_grad_enabled():
-        of, sources = _differentiated(entry, current, matched, binding)
-        if of is not None:
-            return _assembled(entry, of.forward, matched, current, apply(DifferentiableCall(matched, of, binding, current), sources))
+        derivative, sources = _differentiated(entry, current, matched, binding)
+        if derivative is not None:
+            return _assembled(entry, derivative.forward, matched, current, apply(DifferentiableCall(matched, derivative, binding, current), sources))
     with torch.no_grad():
         runnable.increment_versions(current)
         values = runnable.call(binding, matched.flat, matched.sizes)
@@ -42,10 +42,10 @@ def _bound_call(
         torch_api.refuse_duals(current)
     if torch.jit.is_tracing():
         raise InputError("called during torch.jit.trace, which would record the results and not the call; trace the original module")
-    asked = None
+    parameters = None
     if entry.specialised and torch.is_grad_enabled():
-        asked = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
-    matched = entry.match(mode, args, kwargs, asked)
+        parameters = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
+    matched = entry.match(mode, args, kwargs, parameters)
     variant = matched.variant
     binding = entry.state.refresh(current)
     runnable = variant.called
@@ -81,31 +81,31 @@ def _differentiated(
     entry: Entry, current: Sequence[torch.Tensor], matched: MatchedCall, binding: Binding
 ) -> tuple[Differentiated | None, list[torch.Tensor]]:
     """Return how gradients are computed (None if no tensor needs one), and the tensors that need them."""
-    every = entry.known_calls
-    if every is None or every.addresses is not binding[1]:
-        every = entry.known_calls = KnownCalls(binding[1])
-    known = every.get((id(binding), id(matched.sizes)))
-    if known is None or known.binding is not binding or known.sizes is not matched.sizes:
+    calls = entry.known_calls
+    if calls is None or calls.addresses is not binding[1]:
+        calls = entry.known_calls = KnownCalls(binding[1])
+    record = calls.get((id(binding), id(matched.sizes)))
+    if record is None or record.binding is not binding or record.sizes is not matched.sizes:
         state, inputs = differentiated(entry, matched.variant, current, matched)
         targets = [entry.state.targets[i] for i in state] + [f"input:{i}" for i in inputs]
-        of = matched.variant.differentiated(targets) if targets else None
-        if len(every) >= _MAX_CALLS:
-            every.clear()
-        known = _KnownSources(binding, matched.sizes, of, state, inputs)
-        asked = entry.state.asked(binding)
-        if asked is not None and state == [i for i in asked if entry.state.targets[i] in matched.variant.wrt]:  # no thread has changed it meanwhile
-            every[id(binding), id(matched.sizes)] = known
-    sources = [current[i] for i in known.state]
-    if known.inputs:
-        sources += [matched.given[i] for i in known.inputs]
-    return known.differentiated, sources
+        derivative = matched.variant.differentiated(targets) if targets else None
+        if len(calls) >= _MAX_CALLS:
+            calls.clear()
+        record = _KnownSources(binding, matched.sizes, derivative, state, inputs)
+        places = entry.state.asked(binding)
+        if places is not None and state == [i for i in places if entry.state.targets[i] in matched.variant.wrt]:  # no thread has changed it meanwhile
+            calls[id(binding), id(matched.sizes)] = record
+    sources = [current[i] for i in record.state]
+    if record.inputs:
+        sources += [matched.given[i] for i in record.inputs]
+    return record.differentiated, sources
 
 
 def _assembled(entry: Entry, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
     if matched.variant.plain_result:
         return results[0]
-    made = iter(results)
+    values = iter(results)
     flat = []
     for kind, where in runnable.outputs:
-        flat.append(next(made) if kind == "result" else matched.given[where] if kind == "input" else current[entry.index[where]])
+        flat.append(next(values) if kind == "result" else matched.given[where] if kind == "input" else current[entry.index[where]])
     return unflatten(matched.variant.spec.out_tree, flat, matched.sizes, entry.types)

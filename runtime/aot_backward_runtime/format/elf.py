@@ -90,16 +90,16 @@ class _File:
         last = dict(tags)  # if two entries have the same tag, the linker takes the later
         strings = self.at_address(segments, last.get(_DT_STRTAB, 0), last.get(_DT_STRSZ, 0), "string table")
         needed = tuple(self.string(strings, v) for tag, v in tags if tag in (_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER))
-        asked = self.records(segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
-        offered = self.records(segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
+        verneed = self.records(segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
+        verdef = self.records(segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
         stack = [s for s in segments if s.kind == _PT_GNU_STACK]
         return Elf(
             machine=EM_X86_64,
             needed=needed,
             # Without the header the linker assumes the x86-64 default, which is executable.
             executable_stack=not stack or any(s.flags & _PF_X for s in stack),
-            versions=_highest(self.string(strings, n) for n in asked),
-            defines=_highest(self.string(strings, n) for n in offered),
+            versions=_highest(self.string(strings, n) for n in verneed),
+            defines=_highest(self.string(strings, n) for n in verdef),
         )
 
     def header(self) -> tuple[int, ...]:
@@ -172,14 +172,14 @@ class _File:
         record's offset follows ``down`` in ``layout``, and is the last field of ``auxiliary``."""
         if table not in tags:
             return
-        left = _MAX_HEADERS
+        remaining = _MAX_HEADERS
         address = tags[table]
         for _ in range(tags.get(number, 0)):
             record = layout.unpack(self.at_address(segments, address, layout.size, "symbol versions"))
             inner = address + record[down]
             for _ in range(record[count]):
-                left -= 1
-                if left < 0:
+                remaining -= 1
+                if remaining < 0:
                     raise self.wrong(f"more than {_MAX_HEADERS} symbol versions")
                 item = auxiliary.unpack(self.at_address(segments, inner, auxiliary.size, "symbol versions"))
                 yield item[name]
@@ -190,19 +190,19 @@ class _File:
             if not record[down + 1]:
                 break
 
-    def at_address(self, segments: list[_Segment], address: int, size: int, what: str) -> bytes:
+    def at_address(self, segments: list[_Segment], address: int, size: int, label: str) -> bytes:
         for s in segments:
             if s.kind == _PT_LOAD and s.address <= address and address + size <= s.address + s.size:
-                return self.read(s.offset + address - s.address, size, what)
-        raise self.wrong(f"the {what} lies outside every segment of the file")
+                return self.read(s.offset + address - s.address, size, label)
+        raise self.wrong(f"the {label} lies outside every segment of the file")
 
-    def read(self, offset: int, size: int, what: str) -> bytes:
+    def read(self, offset: int, size: int, label: str) -> bytes:
         if offset + size > self.size:
-            raise self.wrong(f"cut short: the {what} should end at byte {offset + size} of {self.size}")
+            raise self.wrong(f"cut short: the {label} should end at byte {offset + size} of {self.size}")
         self.file.seek(offset)
         data = self.file.read(size)
         if len(data) != size:
-            raise self.wrong(f"cut short while it was read, in the {what}")
+            raise self.wrong(f"cut short while it was read, in the {label}")
         return data
 
     def string(self, strings: bytes, offset: int) -> str:
@@ -211,8 +211,8 @@ class _File:
             raise self.wrong(f"a name at {offset} of a string table of {len(strings)} bytes")
         return strings[offset:end].decode("ascii", "backslashreplace")
 
-    def wrong(self, what: str) -> PackageError:
-        return PackageError(f"{self.path}: {what}")
+    def wrong(self, problem: str) -> PackageError:
+        return PackageError(f"{self.path}: {problem}")
 
 
 def _highest(names: Iterator[str]) -> dict[str, str]:

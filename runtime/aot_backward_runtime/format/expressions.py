@@ -42,8 +42,8 @@ def _compiled(text: str) -> tuple[Any, frozenset[str]]:
             raise PackageError(f"expression {text[:80]!r} calls max or min with less than two arguments")
         if isinstance(node, ast.Name) and node.id not in _FUNCTIONS:
             symbols.add(node.id)
-    named = sum(isinstance(n, ast.Name) and n.id in _FUNCTIONS for n in ast.walk(tree))
-    if named != sum(isinstance(n, ast.Call) for n in ast.walk(tree)):
+    functions = sum(isinstance(n, ast.Name) and n.id in _FUNCTIONS for n in ast.walk(tree))
+    if functions != sum(isinstance(n, ast.Call) for n in ast.walk(tree)):
         raise PackageError(f"expression {text[:80]!r} names max or min without calling it")
     try:
         return compile(tree, "<size expression>", "eval"), frozenset(symbols)

@@ -42,8 +42,8 @@ def from_json(data: bytes) -> Manifest:
     if len(data) > LARGEST_MANIFEST:
         raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
     seal = _SEAL.search(data)
-    if seal and (found := hashlib.sha256(data[: seal.start()]).hexdigest()) != seal[1].decode():
-        raise PackageError(f"manifest.json: SHA-256 is {found}, expected {seal[1].decode()}. The file is damaged: copy or export it again.")
+    if seal and (digest := hashlib.sha256(data[: seal.start()]).hexdigest()) != seal[1].decode():
+        raise PackageError(f"manifest.json: SHA-256 is {digest}, expected {seal[1].decode()}. The file is damaged: copy or export it again.")
     try:
         raw = json.loads(data.decode(), object_pairs_hook=unique_keys, parse_int=_integer, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

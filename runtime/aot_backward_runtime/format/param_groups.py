@@ -14,14 +14,14 @@ def options_of(spec: GroupSpec) -> dict[str, Any]:
     return options_in(spec.options, "the options of a parameter group")
 
 
-def options_in(text: str, what: str) -> dict[str, Any]:
-    """Return the options in ``text``. Errors call them ``what``."""
+def options_in(text: str, label: str) -> dict[str, Any]:
+    """Return the options in ``text``. Errors call them ``label``."""
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PackageError(f"{what} are not JSON: {error}") from error
+        raise PackageError(f"{label} are not JSON: {error}") from error
     if not isinstance(options, dict) or "params" in options:
-        raise PackageError(f"{what} are not a JSON object of options")
+        raise PackageError(f"{label} are not a JSON object of options")
     return options
 
 

@@ -79,8 +79,8 @@ class _Directory:
     def __init__(self, fd: int, size: int, path: Path) -> None:
         self.fd, self.size, self.path = fd, size, path
 
-    def wrong(self, what: str) -> PackageError:
-        return PackageError(f"corrupt package {self.path}: {what}")
+    def wrong(self, problem: str) -> PackageError:
+        return PackageError(f"corrupt package {self.path}: {problem}")
 
     def at(self, offset: int, size: int) -> bytes:
         return read_at(self.fd, offset, size, self.path)
@@ -178,23 +178,23 @@ class _Directory:
             raise self.wrong(f"member {name!r}: an absolute name, or an empty, '.' or '..' component")
         return name
 
-    def zip64_field(self, name: str, data: bytes, known: set[int]) -> bytes:
+    def zip64_field(self, name: str, data: bytes, kinds: set[int]) -> bytes:
         """Return the content of the zip64 field, if there is one."""
-        found: dict[int, bytes] = {}
+        fields: dict[int, bytes] = {}
         while data:
             kind, length = struct.unpack_from("<HH", data) if len(data) >= 4 else (-1, 0)
-            if kind not in known or kind in found or 4 + length > len(data):
+            if kind not in kinds or kind in fields or 4 + length > len(data):
                 raise self.wrong(f"member {name}: extra field {kind:#x} of {length} bytes is not allowed in packages")
-            found[kind] = data[4 : 4 + length]
+            fields[kind] = data[4 : 4 + length]
             data = data[4 + length :]
-        return found.get(_ZIP64, b"")
+        return fields.get(_ZIP64, b"")
 
     def wide(self, name: str, values: tuple[int, ...], zip64: bytes) -> tuple[int, ...]:
         missing = values.count(_WIDE)
         if len(zip64) != 8 * missing:
             raise self.wrong(f"member {name}: {missing} sizes of 64 bits in a zip64 field of {len(zip64)} bytes")
-        true = iter(struct.unpack(f"<{missing}Q", zip64))
-        return tuple(next(true) if v == _WIDE else v for v in values)
+        sizes = iter(struct.unpack(f"<{missing}Q", zip64))
+        return tuple(next(sizes) if v == _WIDE else v for v in values)
 
     def cut_short(self) -> PackageError:
         """Walk the local headers of a file without an end record, and return an error that names the member at which it stops."""

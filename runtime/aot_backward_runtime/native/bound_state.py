@@ -48,26 +48,26 @@ class BoundState:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        looks = self._looks
-        stayed = bool(looks) and addresses == looks[0].binding[1] and not looks[0].storages.resized()
-        if stayed:
-            for look in looks:
-                if self._look_the_same(current, look):
-                    if look is not looks[0]:
-                        self._looks = [look, *(other for other in looks if other is not look)]
-                    return look.binding
+        guards = self._looks
+        same_memory = bool(guards) and addresses == guards[0].binding[1] and not guards[0].storages.resized()
+        if same_memory:
+            for guard in guards:
+                if self._look_the_same(current, guard):
+                    if guard is not guards[0]:
+                        self._looks = [guard, *(other for other in guards if other is not guard)]
+                    return guard.binding
         tensors = self.check(current)
         own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        before = self._requiring(current)
+        requires_grad = self._requiring(current)
         # New memory may lie at the address of resized memory, which the libraries still hold: bind them to the new tensors.
-        look = _Look(Fast(own), (tensors, looks[0].binding[1] if stayed else addresses), HeldStorages(own))
-        look.asked = before if before == self._requiring(current) else None  # another thread may set requires_grad meanwhile
-        self._looks = [look, *looks[: _MAX_LOOKS - 1]] if stayed else [look]
-        return look.binding
+        guard = _Look(Fast(own), (tensors, guards[0].binding[1] if same_memory else addresses), HeldStorages(own))
+        guard.asked = requires_grad if requires_grad == self._requiring(current) else None  # another thread may set requires_grad meanwhile
+        self._looks = [guard, *guards[: _MAX_LOOKS - 1]] if same_memory else [guard]
+        return guard.binding
 
     def asked(self, binding: Binding) -> list[int] | None:
         """Return the indices of the distinct tensors that require grad under that binding of :meth:`refresh`, or None if unknown."""
-        return next((look.asked for look in self._looks if look.binding is binding), None)
+        return next((guard.asked for guard in self._looks if guard.binding is binding), None)
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return ``current`` and the constants by weight key. Raise :class:`WeightsError` if libraries cannot be bound to them."""
@@ -89,19 +89,19 @@ class BoundState:
     def _requiring(self, current: Sequence[torch.Tensor]) -> list[int]:
         return [i for i, _ in self.wrt if current[i].requires_grad]
 
-    def _look_the_same(self, current: Sequence[torch.Tensor], look: _Look) -> bool:
-        """Return whether ``current`` matches ``look``. The check is in C, except for ties: later names must hold the same object as the first (the C
+    def _look_the_same(self, current: Sequence[torch.Tensor], guard: _Look) -> bool:
+        """Return whether ``current`` matches ``guard``. The check is in C, except for ties: later names must hold the same object as the first (the C
         check takes no tensor twice). ``current`` has the bound addresses, so objects that passed last are not nested tensors."""
         ids = list(map(id, current))
         if self._ties:
             if not all(current[i] is current[first] for i, first in self._ties):
                 return False
             current = [t for t, owned in zip(current, self.owned, strict=True) if owned]
-        if ids == look.ids:
-            return not current or look.fast.check(*current)
-        if current and not look.fast.looks_alike(current):
+        if ids == guard.ids:
+            return not current or guard.fast.check(*current)
+        if current and not guard.fast.looks_alike(current):
             return False
-        look.ids = ids
+        guard.ids = ids
         return True
 
 

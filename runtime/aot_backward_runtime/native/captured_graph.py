@@ -44,13 +44,13 @@ class CapturedGraph:
     def release(self) -> None:
         self._reader = _nobody
 
-    def reads_from(self, given: Sequence[torch.Tensor]) -> bool:
+    def reads_from(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Return whether the inputs that are read in place have their addresses of the capture."""
-        return all(given[i].data_ptr() == self.inputs[i].data_ptr() for i in self._fixed)
+        return all(inputs[i].data_ptr() == self.inputs[i].data_ptr() for i in self._fixed)
 
-    def replay(self, given: Sequence[torch.Tensor]) -> None:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> None:
         if self._copied:
-            sources = [_without_expansion(given[i]) if i in self._expanded else given[i] for i, _ in self._copied]
+            sources = [_without_expansion(inputs[i]) if i in self._expanded else inputs[i] for i, _ in self._copied]
             torch_api.foreach_copy_([place for _, place in self._copied], sources)
         self._replay()
 
@@ -67,9 +67,9 @@ class CapturedGraph:
                 sources.append(t)
             else:
                 storage = t.untyped_storage()
-                if (known := storages.get(storage.data_ptr())) is None:
-                    known = storages[storage.data_ptr()] = storage.clone()
-                out[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(known, t.storage_offset(), t.shape, t.stride())
+                if (clone := storages.get(storage.data_ptr())) is None:
+                    clone = storages[storage.data_ptr()] = storage.clone()
+                out[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(clone, t.storage_offset(), t.shape, t.stride())
         if places:
             with torch.no_grad():
                 torch_api.foreach_copy_(places, sources)
@@ -84,9 +84,9 @@ class PooledOutputs:
         self.graph, self._lock, self._in_order = graph, lock, in_order
         self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
 
-    def input(self, number: int, given: torch.Tensor) -> torch.Tensor:
-        """Return the static tensor that the forward read as input ``number``, or ``given`` if it did not read it."""
-        return self._inputs.get(number, given)
+    def input(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the static tensor that the forward read as input ``number``, or ``tensor`` if it did not read it."""
+        return self._inputs.get(number, tensor)
 
     def with_copies(self, which: Iterable[int]) -> list[torch.Tensor]:
         """Return the outputs, with copies at the indices ``which``, for the caller."""

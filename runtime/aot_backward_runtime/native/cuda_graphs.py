@@ -211,11 +211,11 @@ class GraphedLibrary(Library):
                 self._ran.add(_shapes(inputs))
                 return self.inner.run(inputs)
             forward = pooled.graph
-            at = forward.backward_graphs.get(self)
-            if at is None or at.generation != self._generation:
-                at = forward.backward_graphs[self] = _At()
-                at.generation, at.warm = self._generation, _shapes(inputs) in self._ran
-            graph = self._at_hand(at, inputs, forward=forward)
+            slot = forward.backward_graphs.get(self)
+            if slot is None or slot.generation != self._generation:
+                slot = forward.backward_graphs[self] = _At()
+                slot.generation, slot.warm = self._generation, _shapes(inputs) in self._ran
+            graph = self._at_hand(slot, inputs, forward=forward)
             if graph is not None and not graph.reads_from(inputs):
                 self._graphs.plain("retain_graph=True, and the backward overwrites tensors that it reads")
                 graph = None
@@ -228,17 +228,17 @@ class GraphedLibrary(Library):
     def _for_shapes(self, inputs: Sequence[torch.Tensor], pooled: bool = False) -> CapturedGraph | None:
         """Return the graph for the shapes of ``inputs``. ``pooled``: its outputs stay in their own pool while other graphs are replayed."""
         key = _shapes(inputs)
-        at = self._at.get(key)
-        if at is None:
-            if sum(bool(known.graphs) for known in self._at.values()) >= SHAPES:
+        slot = self._at.get(key)
+        if slot is None:
+            if sum(bool(other.graphs) for other in self._at.values()) >= SHAPES:
                 self._graphs.plain(f"more than {SHAPES} lists of shapes")
                 return None
             if len(self._at) >= 16 * SHAPES:  # most came only once
-                self._at = {k: known for k, known in self._at.items() if known.graphs}
-            at = self._at[key] = _At()
-        return self._at_hand(at, inputs, pooled)
+                self._at = {k: other for k, other in self._at.items() if other.graphs}
+            slot = self._at[key] = _At()
+        return self._at_hand(slot, inputs, pooled)
 
-    def _at_hand(self, at: _At, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
+    def _at_hand(self, slot: _At, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
         """Return a graph that may be replayed now, captured if necessary. If there is none, count the reason and return None. ``forward``: the graph
         that made the outputs that a backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
@@ -246,18 +246,18 @@ class GraphedLibrary(Library):
         if reason := self._unfit or self._graphs.recorder.why_not_capturable():
             self._graphs.plain(reason)
             return None
-        if not at.warm:
-            at.warm = True
+        if not slot.warm:
+            slot.warm = True
             self._graphs.plain(WARM_UP)
             return None
-        fitting = [g for g in at.graphs if g.pool is not None or not pooled]
+        fitting = [g for g in slot.graphs if g.pool is not None or not pooled]
         graph = next((g for g in fitting if not g.awaits_backward), None)
         if graph is None and len(fitting) >= WAITING:
             self._graphs.plain(f"{WAITING} forwards of these shapes wait for their backward")
             return None
-        return graph or self._captured(at, inputs, pooled, forward)
+        return graph or self._captured(slot, inputs, pooled, forward)
 
-    def _captured(self, at: _At, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
+    def _captured(self, slot: _At, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
@@ -276,7 +276,7 @@ class GraphedLibrary(Library):
                 return None
             graph = CapturedGraph(static, fixed, replay, outputs, pool)
         self._graphs.report.captured += 1
-        at.graphs.append(graph)
+        slot.graphs.append(graph)
         return graph
 
     def _replay(self, graph: CapturedGraph, inputs: Sequence[torch.Tensor]) -> None:

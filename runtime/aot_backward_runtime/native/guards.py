@@ -47,9 +47,9 @@ class Contract:
             values[symbol.name] = value
         for tensor, spec in zip(tensors, self.specs, strict=True):
             for d, (size, expected) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
-                wanted = evaluate(expected, values)
-                if size != wanted:
-                    raise InputError(f"{spec.name} has size {size} in dimension {d}; expected {self._reason(expected, wanted)}")
+                expected_size = evaluate(expected, values)
+                if size != expected_size:
+                    raise InputError(f"{spec.name} has size {size} in dimension {d}; expected {self._reason(expected, expected_size)}")
         for guard in self.guards:
             if not evaluate(guard, values):
                 at = ", ".join(f"{self._label(n)}={v}" for n, v in values.items())
@@ -63,17 +63,17 @@ class Contract:
         """
         for tensor, spec, dtype in zip(tensors, self.specs, self.dtypes, strict=True):
             check_kind(tensor, spec, dtype, self.device)
-        found = dict(values) if values is not None else self.solve(tensors)
+        symbol_values = dict(values) if values is not None else self.solve(tensors)
         out, untouched = [], True
         for tensor, spec in zip(tensors, self.specs, strict=True):
             if values is not None:
-                wanted = tuple(evaluate(s, found) for s in spec.shape)
-                if tensor.shape != wanted:
-                    raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {wanted}")
-            fitting = with_strides(tensor, spec, found, self.device)
+                shape = tuple(evaluate(s, symbol_values) for s in spec.shape)
+                if tensor.shape != shape:
+                    raise InputError(f"{spec.name} has shape {tuple(tensor.shape)}; expected {shape}")
+            fitting = with_strides(tensor, spec, symbol_values, self.device)
             untouched = untouched and fitting is tensor
             out.append(fitting)
-        return out, found, untouched
+        return out, symbol_values, untouched
 
     def words(self, guard: str) -> str:
         """Return a guard with the symbols' labels in it."""
@@ -91,12 +91,12 @@ class Contract:
         symbol = next(s for s in self.symbols if s.name == name)
         return symbol.label if symbol.label != name else self._place(symbol)
 
-    def _reason(self, expected: int | str, wanted: int) -> str:
+    def _reason(self, expected: int | str, value: int) -> str:
         if isinstance(expected, int):
-            return f"{wanted}"
+            return f"{value}"
         symbol = next((s for s in self.symbols if s.name == expected), None)
         where = f", as {self._place(symbol)} says" if symbol else ""
-        return f"{wanted} ({self.words(expected)}{where})"
+        return f"{value} ({self.words(expected)}{where})"
 
 
 class Fast:
@@ -139,16 +139,16 @@ class Fast:
             pointers, sizes, offsets = [tensor.data_ptr()], [len(tensor.untyped_storage())], [tensor.storage_offset()]
         else:
             pointers, sizes, offsets = list(map(_data_ptr, tensors)), list(map(len, map(_storage, tensors))), list(map(_offset, tensors))
-        known = self._seen
-        if sizes != known[1] or offsets != known[2]:
+        last_seen = self._seen
+        if sizes != last_seen[1] or offsets != last_seen[2]:
             for tensor, size, offset, needed in zip(tensors, sizes, offsets, self._needed, strict=True):
                 if size - offset * tensor.itemsize < needed:
                     return False
-        if pointers != known[0]:
+        if pointers != last_seen[0]:
             for pointer, aligned in zip(pointers, self._aligned, strict=True):
                 if pointer % aligned:
                     return False
-        elif sizes == known[1] and offsets == known[2]:
+        elif sizes == last_seen[1] and offsets == last_seen[2]:
             return True
         self._seen = (pointers, sizes, offsets)
         return True
@@ -224,9 +224,9 @@ def check_kind(tensor: torch.Tensor, spec: TensorSpec, dtype: torch.dtype | None
     if tensor.layout is not torch.strided:
         raise InputError(f"{spec.name} has layout {tensor.layout}; expected torch.strided: pass {spec.name}.to_dense()")
     if not _is_there(tensor, spec, device):
-        wanted = str(device) if device is not None and device.type == spec.device else spec.device
+        expected_device = str(device) if device is not None and device.type == spec.device else spec.device
         elsewhere = f", or load(path, device={str(tensor.device)!r})" if tensor.device.type == spec.device else ""
-        raise InputError(f"{spec.name} is on {tensor.device}; expected {wanted}: pass {spec.name}.to({wanted!r}){elsewhere}")
+        raise InputError(f"{spec.name} is on {tensor.device}; expected {expected_device}: pass {spec.name}.to({expected_device!r}){elsewhere}")
     if tensor.dtype is not dtype:
         raise InputError(f"{spec.name} has dtype {tensor.dtype}; expected {dtype}: pass {spec.name}.to({dtype})")
     if tensor.dim() != len(spec.shape):
@@ -250,12 +250,12 @@ def with_strides(tensor: torch.Tensor, spec: TensorSpec, values: Mapping[str, in
     plain = tensor.resolve_conj().resolve_neg()
     if plain.device.type != spec.device:
         return plain.detach().to(device or spec.device)
-    wanted = tuple(evaluate(s, values) for s in spec.stride)
+    stride = tuple(evaluate(s, values) for s in spec.stride)
     if torch_api.is_zerotensor(plain):
-        return torch.empty_strided(plain.shape, wanted, dtype=plain.dtype, device=plain.device).zero_()
-    fits = all(n <= 1 or s == w for n, s, w in zip(plain.shape, plain.stride(), wanted, strict=True))
+        return torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device).zero_()
+    fits = all(n <= 1 or s == w for n, s, w in zip(plain.shape, plain.stride(), stride, strict=True))
     if plain.numel() and (not fits or plain.data_ptr() % _alignment(plain)):
-        copy = torch.empty_strided(plain.shape, wanted, dtype=plain.dtype, device=plain.device)
+        copy = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
         return copy.copy_(plain.detach())
     return plain
 

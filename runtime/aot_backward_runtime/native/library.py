@@ -120,10 +120,10 @@ class Library:
     def _check_counts(self, stated: torch_api.Stated) -> None:
         """Raise :class:`IncompatibleError` if the library's number of inputs or outputs differs from the manifest: it would read past the end of
         its arguments."""
-        listed = (len(self.spec.inputs), len(self.spec.outputs))
-        if (stated.inputs, stated.outputs) != listed:
+        counts = (len(self.spec.inputs), len(self.spec.outputs))
+        if (stated.inputs, stated.outputs) != counts:
             raise IncompatibleError(
-                f"{self.spec.member} takes {stated.inputs} tensors and gives {stated.outputs}; the manifest says {listed[0]} and {listed[1]}: "
+                f"{self.spec.member} takes {stated.inputs} tensors and gives {stated.outputs}; the manifest says {counts[0]} and {counts[1]}: "
                 "the package has parts of different exports; export it again"
             )
 
@@ -132,10 +132,10 @@ class Library:
             runner = self._load()
         except RuntimeError as error:
             raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
-        listed = {c.name for c in self.spec.constants}
-        if runner.constants != listed:
+        names = {c.name for c in self.spec.constants}
+        if runner.constants != names:
             raise IncompatibleError(
-                f"{self.spec.member} has the constants {sorted(runner.constants) or 'none'}; the manifest lists {sorted(listed) or 'none'}"
+                f"{self.spec.member} has the constants {sorted(runner.constants) or 'none'}; the manifest lists {sorted(names) or 'none'}"
             )
         return runner
 
@@ -167,9 +167,9 @@ class Library:
 
 def _described(tensor: torch.Tensor, layout: str) -> str:
     """Return ``float32 [2,3] [3,1]``. A dimension of one element takes its stride from ``layout``, because it does not matter."""
-    theirs = layout.rpartition("[")[2].rstrip("]").split(",")
-    theirs = theirs if len(theirs) == tensor.dim() else list(map(str, tensor.stride()))
-    strides = [their if n <= 1 else str(s) for n, s, their in zip(tensor.shape, tensor.stride(), theirs, strict=True)]
+    layout_strides = layout.rpartition("[")[2].rstrip("]").split(",")
+    layout_strides = layout_strides if len(layout_strides) == tensor.dim() else list(map(str, tensor.stride()))
+    strides = [layout_stride if n <= 1 else str(s) for n, s, layout_stride in zip(tensor.shape, tensor.stride(), layout_strides, strict=True)]
     return f"{str(tensor.dtype).removeprefix('torch.')} [{','.join(map(str, tensor.shape))}] [{','.join(strides)}]"
 
 

@@ -49,10 +49,10 @@ class Ranges:
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]):
-        found = sorted((t.data_ptr(), t.data_ptr() + extent(t), name) for name, t in tensors if t.numel())
-        self.names = [name for _, _, name in found]
-        self._starts = [start for start, _, _ in found]
-        self._ends = [end for _, end, _ in found]
+        ranges = sorted((t.data_ptr(), t.data_ptr() + extent(t), name) for name, t in tensors if t.numel())
+        self.names = [name for _, _, name in ranges]
+        self._starts = [start for start, _, _ in ranges]
+        self._ends = [end for _, end, _ in ranges]
         self._ends_before = [0, *self._ends]
         self._starts_after: list[float] = [*self._starts, math.inf]
 

@@ -50,7 +50,7 @@ class Runnable:
         if self._written[0] is not binding[1]:
             changed = {id(current[i]) for i in self.writes}
             places = {id(current[i]): (name, current[i]) for name, i in self._names.items()}
-            ranges = Ranges(named for key, named in places.items() if key in changed)
+            ranges = Ranges(item for key, item in places.items() if key in changed)
             pair = ranges.overlap()
             for key, (name, tensor) in places.items():
                 if pair is None and key not in changed and (other := ranges.reached_by(tensor)):
@@ -74,11 +74,11 @@ class Runnable:
         if self.writes:
             torch.autograd.graph.increment_version([current[i] for i in self.writes])
 
-    def reached(self, given: Sequence[torch.Tensor | None]) -> dict[str, int]:
+    def reached(self, grad_outputs: Sequence[torch.Tensor | None]) -> dict[str, int]:
         """Return the :attr:`gradients` that a defined incoming gradient reaches; the others are None in eager."""
-        if all(t is not None for t in given):  # not ``None in given``: it compares each tensor with a torch operator, which takes 26 µs
+        if all(t is not None for t in grad_outputs):  # not ``None in grad_outputs``: it compares each tensor with a torch operator, which takes 26 µs
             return self.gradients
-        defined = {i for i, t in enumerate(given) if t is not None}
+        defined = {i for i, t in enumerate(grad_outputs) if t is not None}
         return {g.of: self.gradients[g.of] for g in self.plan.gradients if g.source and not defined.isdisjoint(g.cotangents)}
 
     def unconsumed(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,10 +144,10 @@ class Runnable:
     def _operands(
         self, inputs: Sequence[torch.Tensor], sizes: Mapping[str, int], saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        given = inputs, saved, cotangents
+        sources = inputs, saved, cotangents
         if self._sizes:
-            return [torch.empty((evaluate(where, sizes), 0)) if role is None else given[role][where] for role, where in self._roles]
-        return [given[role][where] for role, where in self._roles]
+            return [torch.empty((evaluate(where, sizes), 0)) if role is None else sources[role][where] for role, where in self._roles]
+        return [sources[role][where] for role, where in self._roles]
 
 
 def parse(operand: str) -> tuple[str, Any]:

@@ -104,19 +104,23 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
     positional, keywords = tree.children
     if len(args) == len(positional.children) and kwargs.keys() == set(keywords.keys):
         return args, kwargs
-    given = dict(kwargs)
-    placed = list(args[: len(positional.children)])
-    for name in names[len(placed) : len(positional.children)]:
-        if name not in given:
+    new_kwargs = dict(kwargs)
+    new_args = list(args[: len(positional.children)])
+    for name in names[len(new_args) : len(positional.children)]:
+        if name not in new_kwargs:
             break
-        placed.append(given.pop(name))
-    for key, value in zip([k for k in keywords.keys if k not in given], args[len(positional.children) :], strict=False):
-        given[str(key)] = value
-    if len(placed) != len(positional.children) or given.keys() != set(keywords.keys) or len(args) + len(kwargs) != len(placed) + len(given):
+        new_args.append(new_kwargs.pop(name))
+    for key, value in zip([k for k in keywords.keys if k not in new_kwargs], args[len(positional.children) :], strict=False):
+        new_kwargs[str(key)] = value
+    if (
+        len(new_args) != len(positional.children)
+        or new_kwargs.keys() != set(keywords.keys)
+        or len(args) + len(kwargs) != len(new_args) + len(new_kwargs)
+    ):
         expected = signature(tree, names)
         got = f"{len(args)} positional argument{'' if len(args) == 1 else 's'} and {f'the keywords {sorted(kwargs)}' if kwargs else 'no keywords'}"
         raise InputError(f"{got} do not fit; expected {expected}: export a variant for others")
-    return tuple(placed), given
+    return tuple(new_args), new_kwargs
 
 
 def signature(tree: Tree, names: Sequence[str]) -> str:

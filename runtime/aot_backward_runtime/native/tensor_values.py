@@ -26,8 +26,8 @@ def misfit(value: Any, own: torch.Tensor, *, exactly: bool = False) -> str:
     if value.shape != own.shape and (own.dim() or value.numel() != 1):
         return f"has shape {tuple(value.shape)}; the package was compiled for {tuple(own.shape)}"
     if value.dtype != own.dtype and (exactly or not torch.can_cast(value.dtype, own.dtype)):
-        named = f"is complex ({value.dtype})" if value.is_complex() else f"has dtype {value.dtype}"
-        return f"{named}; the package was compiled for {own.dtype}"
+        words = f"is complex ({value.dtype})" if value.is_complex() else f"has dtype {value.dtype}"
+        return f"{words}; the package was compiled for {own.dtype}"
     return unbacked(value)
 
 
@@ -53,13 +53,13 @@ def unbacked(value: torch.Tensor) -> str:
     return ""
 
 
-def unlike(own: Mapping[str, torch.Tensor], given: Mapping[str, Any], *, strict: bool = True, exactly: bool = False) -> str:
-    """Return the first reason why ``given`` cannot be copied into ``own``, or "". Not ``strict``: skip names that only one of them has."""
-    missing, unexpected = sorted(own.keys() - given.keys()), sorted(map(str, given.keys() - own.keys()))
+def unlike(own: Mapping[str, torch.Tensor], values: Mapping[str, Any], *, strict: bool = True, exactly: bool = False) -> str:
+    """Return the first reason why ``values`` cannot be copied into ``own``, or "". Not ``strict``: skip names that only one of them has."""
+    missing, unexpected = sorted(own.keys() - values.keys()), sorted(map(str, values.keys() - own.keys()))
     if strict and (missing or unexpected):
         return f"missing {_few(missing)}, unexpected {_few(unexpected)}"
     for name in own:
-        if name in given and (problem := misfit(given[name], own[name], exactly=exactly)):
+        if name in values and (problem := misfit(values[name], own[name], exactly=exactly)):
             return f"{name!r} {problem}"
     return ""
 

@@ -48,25 +48,25 @@ class Variant:
 
     def differentiated(self, wrt: Sequence[str]) -> Differentiated:
         """Return the state for the gradient targets ``wrt``, named as in the manifest."""
-        found = self._differentiated.get(tuple(wrt))
-        if found is None:
+        derivative = self._differentiated.get(tuple(wrt))
+        if derivative is None:
             if len(self._differentiated) >= _MAX_TARGET_SETS:  # a script that freezes parameters at random
                 self._differentiated.clear()
-            found = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
-        return found
+            derivative = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
+        return derivative
 
     def share(self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()) -> None:
         """Replace results that share memory with another one by views of it. ``detached``: outputs that autograd does not track."""
         for shared in self.spec.shared:
-            (kind, place), (of, base) = runnable.outputs[shared.output], runnable.outputs[shared.base]
-            if kind == of == "result" and place != base:
-                spec, whole = self.spec.outputs[shared.output], results[base]
+            (kind, place), (base_kind, base) = runnable.outputs[shared.output], runnable.outputs[shared.base]
+            if kind == base_kind == "result" and place != base:
+                spec, tensor = self.spec.outputs[shared.output], results[base]
                 if shared.output in detached:
-                    whole = whole.detach()
-                shape, stride = ([evaluate(s, sizes) for s in many] for many in (spec.shape, shared.stride or spec.stride))
+                    tensor = tensor.detach()
+                shape, stride = ([evaluate(s, sizes) for s in expressions] for expressions in (spec.shape, shared.stride or spec.stride))
                 with torch.enable_grad():  # a view made under no_grad cannot be written in place outside of it
                     try:
-                        results[place] = whole.as_strided(shape, stride, whole.storage_offset() + evaluate(shared.offset, sizes))
+                        results[place] = tensor.as_strided(shape, stride, tensor.storage_offset() + evaluate(shared.offset, sizes))
                     except RuntimeError as error:
                         raise PackageError(f"{spec.name} does not lie within {self.spec.outputs[shared.base].name}, as the package says") from error
 
@@ -89,22 +89,22 @@ class Variant:
         if self.double is not None:
             self.double.index_state(index)
 
-    def materialized(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def materialized(self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
         """Return the incoming gradients, with zeros for None."""
-        if all(t is not None for t in given):
-            return given  # type: ignore[return-value]
+        if all(t is not None for t in grad_outputs):
+            return grad_outputs  # type: ignore[return-value]
         return [
             torch.zeros([evaluate(s, sizes) for s in spec.shape], dtype=dtype, device=self.device) if t is None else t
-            for t, spec, dtype in zip(given, self.cotangents.specs, self.cotangents.dtypes, strict=True)
+            for t, spec, dtype in zip(grad_outputs, self.cotangents.specs, self.cotangents.dtypes, strict=True)
         ]
 
-    def fit_cotangents(self, given: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def fit_cotangents(self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
         """Return the incoming gradients with the compiled strides, with zeros for None. A gradient with other strides is copied
         (``y.sum().backward()`` gives stride 0)."""
-        for fast, known in self._fast:
-            if known is sizes and fast.holds(given):  # type: ignore[arg-type] # None fails the check
-                return given  # type: ignore[return-value]
-        tensors = self.materialized(given, sizes)
+        for fast, known_sizes in self._fast:
+            if known_sizes is sizes and fast.holds(grad_outputs):  # type: ignore[arg-type] # None fails the check
+                return grad_outputs  # type: ignore[return-value]
+        tensors = self.materialized(grad_outputs, sizes)
         fitting, _, untouched = self.cotangents.fit(tensors, sizes)
         if untouched and tensors:
             self._fast.insert(0, (Fast(tensors), sizes))
@@ -122,9 +122,9 @@ class Differentiated:
         assert variant.spec.backward is not None
         self.variant, self.double, self.wrt = variant, variant.double, tuple(wrt)
         self.forward, self.backward = variant.plans["forward"], variant.plans["backward"]
-        asked, numbers = frozenset(wrt), set[int]()
+        targets, numbers = frozenset(wrt), set[int]()
         for gradient in variant.spec.backward.gradients:
-            if gradient.of in asked:
+            if gradient.of in targets:
                 numbers.update(gradient.cotangents)
         reaching = frozenset(variant.spec.differentiable[n] for n in numbers) if len(wrt) < len(variant.wrt) else frozenset(variant.differentiable)
         outputs = self.forward.outputs
@@ -139,9 +139,9 @@ class Differentiated:
         self.kept = [(lists.get(kind, 2), where) for kind, where in (*self.forward.saved, *self.forward.watched)] + [(2, i) for i in reads]
         """Tensors saved for the backward: the list (0 results, 1 arguments, 2 state) and the index in it."""
 
-    def reached(self, given: Sequence[torch.Tensor | None]) -> list[int | None]:
+    def reached(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[int | None]:
         """Return :attr:`places`, with None for a gradient that no defined incoming gradient reaches, as in eager."""
-        return self._places(self.backward.reached(given))
+        return self._places(self.backward.reached(grad_outputs))
 
-    def _places(self, made: Mapping[str, int]) -> list[int | None]:
-        return [made.get(target) for target in self.wrt]
+    def _places(self, gradients: Mapping[str, int]) -> list[int | None]:
+        return [gradients.get(target) for target in self.wrt]

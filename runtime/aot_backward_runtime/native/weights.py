@@ -26,21 +26,21 @@ _MOST_FILLED = 64  # times the stored weights: optimizer state and accumulated g
 HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. Larger data is hashed once per file and user.
 
 
-def all_weights(archive: Archive, path: object, given: Mapping[str, torch.Tensor] | None = None, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Return every weight of the package at ``path`` by key: from ``given``, else as stored, else filled with the manifest's number.
+def all_weights(archive: Archive, path: object, weights: Mapping[str, torch.Tensor] | None = None, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """Return every weight of the package at ``path`` by key: from ``weights``, else as stored, else filled with the manifest's number.
     Weights that are not given are on the CPU.
 
     Raise :class:`WeightsError` with the key if a given weight does not fit or one is missing."""
     specs = archive.manifest.weights
     tensors = filled(archive) | load_weights(archive, mapped)
-    if given is not None:
-        if not isinstance(given, Mapping):
-            raise WeightsError(f"weights: expected tensors by key, got a {type(given).__name__}. The keys of {path}: {_few(specs)}")
-        if unknown := sorted(map(str, given.keys() - specs.keys())):
+    if weights is not None:
+        if not isinstance(weights, Mapping):
+            raise WeightsError(f"weights: expected tensors by key, got a {type(weights).__name__}. The keys of {path}: {_few(specs)}")
+        if unknown := sorted(map(str, weights.keys() - specs.keys())):
             raise WeightsError(f"{path} has no weight {unknown[0]!r}. The keys of its weights: {_few(specs)}")
-        for key, tensor in given.items():
+        for key, tensor in weights.items():
             check_weight(key, tensor, specs[key])
-        tensors |= given
+        tensors |= weights
     missing = sorted(specs.keys() - tensors.keys())
     if missing:
         raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
@@ -161,7 +161,7 @@ def _with_strides(archive: Archive, name: str, tensor: torch.Tensor, spec: Weigh
     problem = layout_problem(spec.shape, spec.stride)
     if problem:
         raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
-    if all(n <= 1 or here == wanted for n, here, wanted in zip(spec.shape, tensor.stride(), spec.stride, strict=True)):
+    if all(n <= 1 or actual == expected for n, actual, expected in zip(spec.shape, tensor.stride(), spec.stride, strict=True)):
         return tensor.as_strided(spec.shape, spec.stride)  # row-major, except for strides of dimensions of size 0 or 1
     out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype)
     for dim, stride in enumerate(spec.stride):

@@ -58,8 +58,8 @@ class BoundClipping:
         refuse_unsupported(gradients)
         _, _, untouched = code.contract.fit(gradients)
         if not untouched:
-            odd = next((s.name for g, s in zip(gradients, specs, strict=True) if tuple(g.stride()) != tuple(s.stride)), "a gradient")
-            raise InputError(f"{odd} has other strides than when it was recorded")
+            name = next((s.name for g, s in zip(gradients, specs, strict=True) if tuple(g.stride()) != tuple(s.stride)), "a gradient")
+            raise InputError(f"{name} has other strides than when it was recorded")
         self._fast, self._extents = Fast(gradients), list(map(extent, gradients))
         if not self._fast.holds(gradients) or any(g.is_inference() for g in gradients):
             raise InputError("a gradient cannot be written by native code")

@@ -88,8 +88,8 @@ class CompiledTable:
             except InputError as error:
                 reasons.append(error)
         reasons.sort(key=lambda error: isinstance(error, OtherCaller))  # the other errors are closer to a fit
-        what = f"step of {does.rpartition('.')[2]}" if isinstance(does, str) else f"{does[0]}{f' of norm_type {does[1]}' if does[1] else ''}"
-        raise InputError(str(reasons[0]) if reasons else f"no {what} was recorded")
+        label = f"step of {does.rpartition('.')[2]}" if isinstance(does, str) else f"{does[0]}{f' of norm_type {does[1]}' if does[1] else ''}"
+        raise InputError(str(reasons[0]) if reasons else f"no {label} was recorded")
 
 
 class OtherCaller(InputError):

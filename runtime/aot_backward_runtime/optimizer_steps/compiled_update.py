@@ -128,7 +128,7 @@ class BoundUpdate:
 
     def _state(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         state = optimizer.state
-        kept: list[Any] = []
+        values: list[Any] = []
         for parameter, keys in zip(self._parameters, self.code.keys, strict=True):
             own = state.get(parameter)
             if own is None or not keys:
@@ -143,8 +143,8 @@ class BoundUpdate:
                 value = own.get(key)
                 if value is None:
                     raise InputError(f"the optimizer has no state {key!r} yet")
-                kept.append(value)
-        return kept
+                values.append(value)
+        return values
 
     def _read_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
@@ -216,13 +216,13 @@ class _FixedGroup:
 
 def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:
     contract = Contract(spec.inputs, (), ())
-    for tensor, wanted in zip(inputs, spec.inputs, strict=True):
+    for tensor, input_spec in zip(inputs, spec.inputs, strict=True):
         if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{wanted.name} is a {type(tensor).__name__}; expected a tensor")
+            raise InputError(f"{input_spec.name} is a {type(tensor).__name__}; expected a tensor")
     _, _, untouched = contract.fit(inputs)
     if not untouched:
-        odd = next(s.name for t, s in zip(inputs, spec.inputs, strict=True) if tuple(t.stride()) != tuple(s.stride))
-        raise InputError(f"{odd} has other strides than when it was recorded")
+        name = next(s.name for t, s in zip(inputs, spec.inputs, strict=True) if tuple(t.stride()) != tuple(s.stride))
+        raise InputError(f"{name} has other strides than when it was recorded")
 
 
 def name_of(kind: type) -> str:

@@ -51,10 +51,10 @@ def enter(interceptor: Interceptor) -> None:
             _replaced[torch.optim.Optimizer, "zero_grad"] = vars(torch.optim.Optimizer)["zero_grad"]
             for (kind, name), method in _replaced.items():
                 type.__setattr__(kind, name, _intercepted(method) if name == "step" else _unprofiled(method))
-            for function, made in ((torch.nn.utils.clip_grad_norm_, _clip_grad_norm), (torch.nn.utils.clip_grad_value_, _clip_grad_value)):
+            for function, wrap in ((torch.nn.utils.clip_grad_norm_, _clip_grad_norm), (torch.nn.utils.clip_grad_value_, _clip_grad_value)):
                 if (cell := torch_api.wrapped_cell(function)) is not None:
                     _clippings.append((cell, cell.cell_contents))
-                    cell.cell_contents = made(cell.cell_contents)
+                    cell.cell_contents = wrap(cell.cell_contents)
         _stack.append(interceptor)
 
 
@@ -140,7 +140,7 @@ def _clip_grad_norm(eager: Any) -> Any:
 def _clip_grad_value(eager: Any) -> Any:
     @functools.wraps(eager)
     def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> Any:
-        return _clipped(lambda given: eager(given, clip_value, foreach), parameters, VALUE, clip_value, None, False)
+        return _clipped(lambda params: eager(params, clip_value, foreach), parameters, VALUE, clip_value, None, False)
 
     return clip_grad_value_
 
@@ -149,13 +149,13 @@ def _clipped(eager: Callable[[Any], Any], parameters: Any, function: str, limit:
     innermost = _stack[-1:]
     if not innermost or torch.compiler.is_compiling():
         return eager(parameters)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    param_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     try:
         kind = (function, repr(float(norm_type)) if norm_type is not None else "")
         number = float(limit)
     except (TypeError, ValueError, RuntimeError):
-        return eager(given)  # eager raises if they are invalid
-    gradients = [gradient for p in given if (gradient := p.grad) is not None]
+        return eager(param_list)  # eager raises if they are invalid
+    gradients = [gradient for p in param_list if (gradient := p.grad) is not None]
     if not gradients:
-        return eager(given or parameters)  # warns if the generator is empty
-    return innermost[0].clip_gradients(kind, gradients, number, keep_nonfinite, lambda: eager(given))
+        return eager(param_list or parameters)  # warns if the generator is empty
+    return innermost[0].clip_gradients(kind, gradients, number, keep_nonfinite, lambda: eager(param_list))

@@ -131,8 +131,8 @@ class Archive:
         self._checked(lambda: check_library_file(spec, path))
         return path
 
-    def corrupt(self, what: str) -> PackageError:
-        return PackageError(f"corrupt package {self.path}: {what}")
+    def corrupt(self, problem: str) -> PackageError:
+        return PackageError(f"corrupt package {self.path}: {problem}")
 
     def _below_top(self, places: dict[str, Place]) -> tuple[str, dict[str, Place]]:
         tops = {name.partition("/")[0] for name in places}
@@ -147,19 +147,19 @@ class Archive:
         return place
 
     def _admit(self, admit: Admit) -> None:
-        whole, manifest = self._digests(self._place(MANIFEST_MEMBER))
-        admit(self.path, whole)
-        if manifest != self.manifest_digest:
+        digest, manifest_digest = self._digests(self._place(MANIFEST_MEMBER))
+        admit(self.path, digest)
+        if manifest_digest != self.manifest_digest:
             raise self.corrupt("it was written to while it was read; load it again")
 
     def _digests(self, part: Place) -> tuple[str, str]:
         """Return the SHA-256 of the whole file and of a part of it. Both hash the same bytes, even if the file is written to meanwhile."""
-        whole, of_part = hashlib.sha256(), hashlib.sha256()
+        file_hash, part_hash = hashlib.sha256(), hashlib.sha256()
         for offset in range(0, self._status.st_size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)
-            whole.update(chunk)
-            of_part.update(chunk[max(0, part.offset - offset) : max(0, part.offset + part.size - offset)])
-        return whole.hexdigest(), of_part.hexdigest()
+            file_hash.update(chunk)
+            part_hash.update(chunk[max(0, part.offset - offset) : max(0, part.offset + part.size - offset)])
+        return file_hash.hexdigest(), part_hash.hexdigest()
 
     def _copied(self, place: Place) -> memoryview:
         try:
@@ -200,10 +200,10 @@ class Archive:
             yield chunk
         self.check_digest(f"member {name}", digest.hexdigest(), self.manifest.members[name].sha256)
 
-    def check_digest(self, what: str, found: str, expected: str) -> None:
-        if found != expected:
+    def check_digest(self, label: str, actual: str, expected: str) -> None:
+        if actual != expected:
             changed = "" if self.unchanged else f"; the file was written to since it was opened: {WRITTEN_OVER}"
-            raise self.corrupt(f"{what}: SHA-256 is {found}, expected {expected}{changed}")
+            raise self.corrupt(f"{label}: SHA-256 is {actual}, expected {expected}{changed}")
 
 
 def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:

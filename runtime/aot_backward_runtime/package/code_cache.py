@@ -130,9 +130,9 @@ def _write_text(file: BinaryIO, text: str) -> None:
 
 
 def _cache() -> Path:
-    chosen = os.environ.get(VARIABLE)
-    if chosen:
-        return _beyond_reach(_folder(Path(chosen).absolute()))
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        return _beyond_reach(_folder(Path(folder).absolute()))
     try:
         home = Path("~").expanduser()
     except RuntimeError as error:

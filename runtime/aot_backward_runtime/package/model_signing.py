@@ -66,8 +66,8 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
     try:
         key = serialization.load_pem_private_key(data, password)
     except TypeError as error:  # a password is missing or superfluous
-        told = "it is not encrypted, but a password was given" if password is not None else "it is encrypted, and no password was given"
-        raise ValueError(told) from error
+        message = "it is not encrypted, but a password was given" if password is not None else "it is encrypted, and no password was given"
+        raise ValueError(message) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         if password is not None and b"PRIVATE KEY" in data:
             raise ValueError("the password does not decrypt it") from error
@@ -91,17 +91,17 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
     signer = _signer(signature)
     if signer != key.fingerprint:
         raise ValueError(f"is by another key: its fingerprint is {signer}, expected {key.fingerprint}; load with the public key of the signer")
-    known = _Known(digest, "package")
+    config = _Known(digest, "package")
     with _handed(key.pem) as public, _handed(signature) as file:
         try:
-            verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(known).verify("package", file)
+            verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(config).verify("package", file)
         except Exception as error:  # any error of the library's parsers on a damaged file must refuse the package, with a reason
-            if known.manifest.signed is not None:
-                raise ValueError(_other(known.manifest.signed, digest)) from error
+            if config.manifest.signed is not None:
+                raise ValueError(_other(config.manifest.signed, digest)) from error
             if isinstance(error, InvalidSignature):
                 raise ValueError("is bad: it was changed after it was made, or is not by the key that it names; sign the package again") from error
             raise ValueError(f"cannot be parsed ({type(error).__name__}): it is damaged; sign the package again") from error
-    if known.manifest.signed is None:
+    if config.manifest.signed is None:
         raise ValueError("was not compared with the package: this version of the model-signing library is not supported")
 
 
@@ -131,12 +131,12 @@ class _Known(hashing.Config):
 
 
 def _other(signed: Manifest, digest: str) -> str:
-    found = [(r.identifier, r.digest.algorithm, r.digest.digest_hex) for r in signed.resource_descriptors()]
+    resources = [(r.identifier, r.digest.algorithm, r.digest.digest_hex) for r in signed.resource_descriptors()]
     name = repr(signed.model_name)[:80]
-    if len(found) != 1 or found[0][:2] != (".", "sha256"):
-        return f"is good, but for {len(found)} resources of {name}, not for one package with its SHA-256; sign the package: aot-backward sign"
+    if len(resources) != 1 or resources[0][:2] != (".", "sha256"):
+        return f"is good, but for {len(resources)} resources of {name}, not for one package with its SHA-256; sign the package: aot-backward sign"
     return (
-        f"is good, but for other bytes: it was made for {name} with SHA-256 {found[0][2]}, and this file has {digest}; the file was changed or "
+        f"is good, but for other bytes: it was made for {name} with SHA-256 {resources[0][2]}, and this file has {digest}; the file was changed or "
         "replaced after it was signed: get the file that was signed, or sign this one if it is yours"
     )
 
@@ -144,13 +144,13 @@ def _other(signed: Manifest, digest: str) -> str:
 def _signer(signature: bytes) -> str:
     """Return the fingerprint of the key that a signature names. It is not trusted: it only tells that other keys need not be tried."""
     try:
-        named = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
+        fingerprint = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = "is empty" if not signature else "is not a signature by a key (a Sigstore bundle in JSON), or is damaged"
-        raise ValueError(f"{what}; sign the package again: aot-backward sign") from error
-    if not isinstance(named, str) or len(named) != 64 or not named.isascii() or not named.isalnum():
+        problem = "is empty" if not signature else "is not a signature by a key (a Sigstore bundle in JSON), or is damaged"
+        raise ValueError(f"{problem}; sign the package again: aot-backward sign") from error
+    if not isinstance(fingerprint, str) or len(fingerprint) != 64 or not fingerprint.isascii() or not fingerprint.isalnum():
         raise ValueError("does not name its key; sign the package again: aot-backward sign")
-    return named
+    return fingerprint
 
 
 def _public(key: object) -> PublicKey:

@@ -66,26 +66,26 @@ def check_references(manifest: Manifest) -> None:
 
 
 @contextlib.contextmanager
-def _within(what: str) -> Iterator[None]:
-    """Put ``what`` before the message of a :class:`PackageError`."""
+def _within(label: str) -> Iterator[None]:
+    """Put ``label`` before the message of a :class:`PackageError`."""
     try:
         yield
     except PackageError as error:
-        raise PackageError(f"{what}: {error}") from error
+        raise PackageError(f"{label}: {error}") from error
 
 
-def _find(what: str, key: Any, known: Any) -> Any:
-    """Return ``known[key]``, or raise :class:`PackageError` if it does not exist."""
-    found = known.get(key) if isinstance(known, Mapping) else known[key] if 0 <= key < len(known) else None
-    if found is None:
-        raise PackageError(f"{what} refers to {key!r}, which the manifest does not have")
-    return found
+def _find(label: str, key: Any, items: Any) -> Any:
+    """Return ``items[key]``, or raise :class:`PackageError` if it does not exist."""
+    item = items.get(key) if isinstance(items, Mapping) else items[key] if 0 <= key < len(items) else None
+    if item is None:
+        raise PackageError(f"{label} refers to {key!r}, which the manifest does not have")
+    return item
 
 
-def _count(what: str, listed: Sequence[Any], expected: Sequence[Any] | int, of: str) -> None:
+def _count(label: str, items: Sequence[Any], expected: Sequence[Any] | int, subject: str) -> None:
     number = expected if isinstance(expected, int) else len(expected)
-    if len(listed) != number:
-        raise PackageError(f"{len(listed)} {what} are listed, expected {number}, one for each of {of}")
+    if len(items) != number:
+        raise PackageError(f"{len(items)} {label} are listed, expected {number}, one for each of {subject}")
 
 
 def _check_library(library: LibrarySpec, manifest: Manifest) -> None:
@@ -111,10 +111,10 @@ def _check_tensors(specs: Iterable[TensorSpec], symbols: Set[str]) -> None:
         _check_sizes(spec.name, (*spec.shape, *spec.stride), symbols)
 
 
-def _check_sizes(what: str, sizes: Iterable[Size], symbols: Set[str]) -> None:
+def _check_sizes(label: str, sizes: Iterable[Size], symbols: Set[str]) -> None:
     for size in sizes:
         if not isinstance(size, int) and (unknown := symbols_of(size) - symbols):
-            raise PackageError(f"{what}: the expression {size[:80]!r} needs the unknown symbol {min(unknown)!r}")
+            raise PackageError(f"{label}: the expression {size[:80]!r} needs the unknown symbol {min(unknown)!r}")
 
 
 def _symbols(symbols: Sequence[SymbolSpec], inputs: Sequence[TensorSpec], sizes: Sequence[Size] | None = None) -> set[str]:
@@ -139,11 +139,11 @@ def _leaves(tree: Tree) -> Iterator[Tree]:
         yield from _leaves(child)
 
 
-def _check_tree(what: str, tree: Tree, tensors: Sequence[TensorSpec]) -> None:
-    listed = [t.index for t in _leaves(tree) if t.kind == "tensor"]
-    if listed != list(range(len(tensors))):
+def _check_tree(label: str, tree: Tree, tensors: Sequence[TensorSpec]) -> None:
+    indices = [t.index for t in _leaves(tree) if t.kind == "tensor"]
+    if indices != list(range(len(tensors))):
         expected = f"the tensors 0 to {len(tensors) - 1} in their order" if tensors else "no tensors"
-        raise PackageError(f"{what}: expected {expected}, got {listed[:20] or 'none'}")
+        raise PackageError(f"{label}: expected {expected}, got {indices[:20] or 'none'}")
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class _Entry:
         if spec.kind == "grad":
             _count("names", spec.names, spec.wrt, "its gradients")
             for variant in spec.variants:
-                for of in spec.wrt:
-                    _find(f"the gradient of {of}", of, {g.of: g for g in variant.gradient.gradients} if variant.gradient else {})
+                for target in spec.wrt:
+                    _find(f"the gradient of {target}", target, {g.of: g for g in variant.gradient.gradients} if variant.gradient else {})
         for structure in spec.structures:
             with _within(f"structure {structure.fingerprint[:12]}"):
                 self._check_structure(structure)
@@ -220,8 +220,8 @@ class _Entry:
                 raise PackageError("its gradients cannot be differentiated again: expected a forward and a backward of each order")
             _count("inputs of its gradients", again.inputs, (*first.inputs, *first.cotangents), "its inputs and incoming gradients")
             _count("gradients", again.gives, again.outputs, "the outputs")
-            for of in again.gives:
-                _find("a differentiable gradient", of, {g.of: g for g in first.backward.gradients})
+            for target in again.gives:
+                _find("a differentiable gradient", target, {g.of: g for g in first.backward.gradients})
         if variant.double is not None:
             self._check_variant(variant.double)
 
@@ -230,12 +230,12 @@ class _Entry:
         results = library.outputs if library else ()
         saved = variant.forward.saved if variant.forward else ()
         tensors: dict[str, Sequence[Any]] = {"input": variant.inputs, "saved": saved, "cotangent": variant.cotangents, "result": results}
-        given = {k: v for k, v in tensors.items() if k == "input" or (k in ("saved", "cotangent") and role == "backward")}
+        sources = {k: v for k, v in tensors.items() if k == "input" or (k in ("saved", "cotangent") and role == "backward")}
         if library is not None and plan.call is not None:
             _check_tensors((*library.inputs, *library.outputs), symbols)
             _count("operands", plan.call.operands, library.inputs, f"the inputs of library {plan.call.library}")
             for operand in plan.call.operands:
-                self._resolve(operand, given, symbols)
+                self._resolve(operand, sources, symbols)
         for output in plan.outputs:
             self._resolve(output, {k: tensors[k] for k in ("input", "result")})
         if role != "backward":

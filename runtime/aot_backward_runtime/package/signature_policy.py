@@ -69,18 +69,18 @@ def signature_beside(path: Path) -> Path | None:
 def read_key(path: Key) -> bytes:
     """Return the content of a key file. It may be a pipe, such as a shell's ``<(…)``."""
     try:
-        named = os.fsdecode(path)
+        name = os.fsdecode(path)
     except TypeError as error:
         raise SignatureError(f"a key is the path of a PEM file, not {type(path).__name__}") from error
-    if "-----BEGIN" in named:
+    if "-----BEGIN" in name:
         raise SignatureError("a key is the path of a PEM file, not its content")
     try:
-        with Path(named).open("rb") as file:
+        with Path(name).open("rb") as file:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
-        raise SignatureError(f"cannot read the key {named}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise SignatureError(f"cannot read the key {name}: {error.strerror if isinstance(error, OSError) else error}") from error
     if len(data) > LARGEST:
-        raise SignatureError(f"{named} is not a key: it has more than {LARGEST} bytes; expected a PEM file")
+        raise SignatureError(f"{name} is not a key: it has more than {LARGEST} bytes; expected a PEM file")
     return data
 
 

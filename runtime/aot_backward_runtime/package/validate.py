@@ -12,15 +12,15 @@ from ..format.manifest import MANIFEST_MEMBER, WEIGHTS_MEMBER, LibrarySpec, Mani
 
 def check_members(manifest: Manifest, sizes: Mapping[str, int]) -> None:
     """Check members and sizes. ``sizes``: bytes of the archive's members by their path below the top folder."""
-    listed = manifest.members
-    for name in sizes.keys() - listed.keys() - {MANIFEST_MEMBER}:
+    members = manifest.members
+    for name in sizes.keys() - members.keys() - {MANIFEST_MEMBER}:
         raise PackageError(f"member {name} is not in the manifest")
-    for name, member in listed.items():
+    for name, member in members.items():
         if name not in sizes:
             raise PackageError(f"member {name} is missing")
         if sizes[name] != member.size:
             raise PackageError(f"member {name} has {sizes[name]} bytes, expected {member.size}")
-    if (WEIGHTS_MEMBER in listed) != manifest.has_weights:
+    if (WEIGHTS_MEMBER in members) != manifest.has_weights:
         raise PackageError(f"has_weights is {manifest.has_weights}, but {WEIGHTS_MEMBER} says otherwise")
 
 
@@ -35,7 +35,7 @@ def check_library_file(spec: LibrarySpec, path: Path) -> None:
     for needed in elf.needed:
         if needed not in spec.needed:
             raise PackageError(f"member {spec.member} is linked with {needed}, which the manifest does not list")
-    for family, listed in (("GLIBC", spec.glibc), ("GLIBCXX", spec.glibcxx)):
-        asked = elf.versions.get(family)
-        if asked is not None and (not listed or numeric(asked) > numeric(listed)):
-            raise PackageError(f"member {spec.member} asks for {family} {asked}; the manifest says {listed or 'none'}")
+    for family, manifest_version in (("GLIBC", spec.glibc), ("GLIBCXX", spec.glibcxx)):
+        version = elf.versions.get(family)
+        if version is not None and (not manifest_version or numeric(version) > numeric(manifest_version)):
+            raise PackageError(f"member {spec.member} asks for {family} {version}; the manifest says {manifest_version or 'none'}")

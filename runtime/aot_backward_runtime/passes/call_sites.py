@@ -53,24 +53,24 @@ class CallSites:
         """Return whether a pass with these roots, called now, should run in eager."""
         if not self._seen:
             return False
-        seen = self._seen.get(place_of(roots))
-        if seen is None or seen.in_a_row < _UNSERVED_IN_A_ROW or seen.served > _SERVED_PART:
+        record = self._seen.get(place_of(roots))
+        if record is None or record.in_a_row < _UNSERVED_IN_A_ROW or record.served > _SERVED_PART:
             return False
-        left = seen.until_look
-        seen.until_look = left - 1 if left > 0 else self._random.randrange(1, _MAX_SKIP)
-        return left > 0
+        remaining = record.until_look
+        record.until_look = remaining - 1 if remaining > 0 else self._random.randrange(1, _MAX_SKIP)
+        return remaining > 0
 
     def note(self, roots: Sequence[Any], *, served: bool) -> None:
         """Note the outcome of the present pass."""
         if served and not self._seen:
             return
         place = place_of(roots)
-        seen = self._seen.get(place)
-        if seen is None:
+        record = self._seen.get(place)
+        if record is None:
             if served or len(self._seen) >= _MAX_PLACES:
                 return
-            seen = self._seen[place] = _Seen()
-        seen.note(served)
+            record = self._seen[place] = _Seen()
+        record.note(served)
 
 
 def place_of(roots: Sequence[Any]) -> Place:

@@ -61,27 +61,27 @@ class CompiledPass:
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
-        if (listed := sum(len(s.ops) for s in self.spec.segments)) != len(ops):
-            raise PackageError(f"a recorded pass: expected the {len(ops)} operations of its tape, got {listed}. Record it again.")
+        if (count := sum(len(s.ops) for s in self.spec.segments)) != len(ops):
+            raise PackageError(f"a recorded pass: expected the {len(ops)} operations of its tape, got {count}. Record it again.")
         compiled: set[int] = set()  # values from native code, with known metadata
         python = False
         leaves: _Accumulate | None = None
         for segment in self.spec.segments:
-            covered = [ops[n] for n in segment.ops]
+            segment_ops = [ops[n] for n in segment.ops]
             if segment.library:
                 library = libraries[segment.library]
-                yield _Call(library, segment, covered, compiled, self._binding, python)
+                yield _Call(library, segment, segment_ops, compiled, self._binding, python)
                 compiled.update(segment.results)
                 leaves = None
-            elif covered[0].kind == "accumulate" and isinstance(covered[0].operands[1], Slot):
-                leaf, grad = covered[0].operands
+            elif segment_ops[0].kind == "accumulate" and isinstance(segment_ops[0].operands[1], Slot):
+                leaf, grad = segment_ops[0].operands
                 if leaves is None:
                     leaves = _Accumulate()
                     yield leaves
-                leaves.add(covered[0], leaf.index, grad.index, segment.operands == ("fresh",))
+                leaves.add(segment_ops[0], leaf.index, grad.index, segment.operands == ("fresh",))
             else:
-                yield _Single(covered[0])
-                python = python or covered[0].kind in CALLS_OUT
+                yield _Single(segment_ops[0])
+                python = python or segment_ops[0].kind in CALLS_OUT
                 leaves = None
 
     def run(self, operands: Operands, match: Match, outside: Outside, missed: Missed) -> list[torch.Tensor | None]:
@@ -99,24 +99,24 @@ class CompiledPass:
 class _Call:
     """A compiled graph between two places where Python runs."""
 
-    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], known: set[int], binding: Any, after_python: bool):
+    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], compiled: set[int], binding: Any, after_python: bool):
         """``after_python``: True if a hook or custom function of the pass runs before."""
         self.after_python = after_python
         self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
         self.operands = [parse_operand(o) for o in segment.operands]
-        self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in known]
+        self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in compiled]
         self.simple = all(kind == "input" for kind, _ in self.operands)
         self.places = [i for _, i in self.operands]
 
     def __call__(self, run: Run, match: Match, missed: Missed) -> None:
         try:
-            given = self._given(run, match)
+            inputs = self._given(run, match)
         except InputError as error:
             missed(f"after Python code of the pass ran: {error}")
             for op in self.ops:
                 run.step(op)
             return
-        results = self.library.run_bound(self.binding, given)
+        results = self.library.run_bound(self.binding, inputs)
         for number, result in zip(self.segment.results, results, strict=True):
             run.values[number] = result
         for number in self.segment.undefined:
@@ -133,17 +133,17 @@ class _Call:
                 raise InputError(f"the gradient %v{number} is defined; it was not when this was recorded")
         if self.simple:
             return [match.fitting[i] for i in self.places]
-        given = []
+        inputs = []
         for kind, where in self.operands:
             if kind == "input":
-                given.append(match.fitting[where])
+                inputs.append(match.fitting[where])
             elif kind == "value":
-                given.append(run.values[where])
+                inputs.append(run.values[where])
             else:
-                given.append(torch.empty((evaluate(where, match.values), 0)))
+                inputs.append(torch.empty((evaluate(where, match.values), 0)))
         for place, number, spec in self.checked:
-            given[place] = check_value(run.values[number], spec, match.values, self.library.device)
-        return given
+            inputs[place] = check_value(run.values[number], spec, match.values, self.library.device)
+        return inputs
 
 
 class _Accumulate:

@@ -33,12 +33,12 @@ class Layers:
 
     def name(self, leaf: torch.Tensor) -> str:
         """Return a name such as ``Net.encoder.0.weight``, or "" if no module has it."""
-        known = self._names.get(id(leaf))
-        if (known is None or known[0]() is not leaf) and self._left > 0:
+        entry = self._names.get(id(leaf))
+        if (entry is None or entry[0]() is not leaf) and self._left > 0:
             self._left -= 1
             self._search()
-            known = self._names.get(id(leaf))
-        return known[1] if known is not None and known[0]() is leaf else ""
+            entry = self._names.get(id(leaf))
+        return entry[1] if entry is not None and entry[0]() is leaf else ""
 
     def _search(self) -> None:
         modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]

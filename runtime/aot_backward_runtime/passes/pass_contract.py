@@ -44,17 +44,17 @@ class PassContract(Contract):
             check_kind(tensor, expected, dtype, self.device)
         self._sizes = operands.sizes
         values = self.solve(operands.inputs)
-        for i, (size, wanted) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
-            if size != evaluate(wanted, values):
-                raise InputError(f"{self._size_words(i)} is {size}; expected {self.words(str(wanted))}")
-        for i, (scalar, wanted_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
-            if repr(scalar) != repr(wanted_scalar):
-                raise InputError(f"scalar {i} of the pass is {scalar}; expected {wanted_scalar}")
+        for i, (size, expected_size) in enumerate(zip(operands.sizes, spec.sizes, strict=True)):
+            if size != evaluate(expected_size, values):
+                raise InputError(f"{self._size_words(i)} is {size}; expected {self.words(str(expected_size))}")
+        for i, (scalar, expected_scalar) in enumerate(zip(operands.scalars, spec.scalars, strict=True)):
+            if repr(scalar) != repr(expected_scalar):
+                raise InputError(f"scalar {i} of the pass is {scalar}; expected {expected_scalar}")
         fitting, untouched = [], True
         for tensor, expected in zip(operands.inputs, self.specs, strict=True):
-            wanted_strides = tuple(evaluate(s, values) for s in expected.stride)
-            if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), wanted_strides, strict=True)):
-                raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {wanted_strides}")
+            expected_strides = tuple(evaluate(s, values) for s in expected.stride)
+            if any(n > 1 and s != w for n, s, w in zip(tensor.shape, tensor.stride(), expected_strides, strict=True)):
+                raise InputError(f"{expected.name} has strides {tensor.stride()}; expected {expected_strides}")
             fitting.append(with_strides(tensor, expected, values, self.device))
             untouched = untouched and fitting[-1] is tensor
         return fitting, values, untouched
@@ -85,7 +85,7 @@ def check_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device:
     if value is None:
         raise InputError(f"{spec.name} is undefined; a tensor was recorded")
     check_kind(value, spec, device=device)
-    wanted = tuple(evaluate(s, values) for s in spec.shape)
-    if value.shape != wanted:
-        raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {wanted}")
+    shape = tuple(evaluate(s, values) for s in spec.shape)
+    if value.shape != shape:
+        raise InputError(f"{spec.name} has shape {tuple(value.shape)}; expected {shape}")
     return with_strides(value, spec, values, device)

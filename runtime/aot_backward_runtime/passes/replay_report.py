@@ -120,8 +120,8 @@ class Report:
         """Yield the most frequent reasons of each kind why something was not compiled, one per line."""
         steps = Reasons({reason: count for reason, count in self.eager_steps.items() if reason != NO_STATE})
         kinds = ("miss", self.misses), ("eager", self.eager), ("optimizer", steps), ("clipping", self.eager_clippings)
-        for what, reasons in kinds:
-            yield from (f"  {what} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
+        for label, reasons in kinds:
+            yield from (f"  {label} x{count}: {reason}" for reason, count in reasons.shown(_IN_TEXT).items())
 
     def _what_ran(self) -> str:
         parts = [f"{self.compiled} of {self.passes} backward passes{self._how()}"]

@@ -416,8 +416,8 @@ _LEFT = f"after {UNSERVED} passes in a row without compiled code"
 
 def _node_in(reason: str) -> int | None:
     """Return the node that a reason names."""
-    found = re.search(r"\bnode (\d+)", reason)
-    return int(found[1]) if found else None
+    match = re.search(r"\bnode (\d+)", reason)
+    return int(match[1]) if match else None
 
 
 def _advice(tape: Tape, operands: Operands) -> str:

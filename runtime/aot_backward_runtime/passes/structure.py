@@ -29,8 +29,8 @@ class Structure:
     def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
         self.tape, self.spec = tape, spec
         self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
-        called = [s.library for v in self.variants for s in v.spec.segments if s.library]
-        self.missing = unregistered(o for name in called for o in libraries[name].spec.operators)  # operators that are not registered yet
+        names = [s.library for v in self.variants for s in v.spec.segments if s.library]
+        self.missing = unregistered(o for name in names for o in libraries[name].spec.operators)  # operators that are not registered yet
         self._discriminating = _discriminating_sizes([v.spec for v in self.variants])
         self._fast: dict[tuple[int, ...], _KnownSizes] = {}  # by the sizes that tell passes apart
 
@@ -44,11 +44,11 @@ class Structure:
             key = tuple([sizes[d] if i < 0 else inputs[i].shape[d] for i, d in self._discriminating])
         except IndexError:  # a tensor of lower rank; no variant serves it
             key = ()
-        known = self._fast.get(key)
-        if known is not None and known.holds(operands):
+        known_sizes = self._fast.get(key)
+        if known_sizes is not None and known_sizes.holds(operands):
             with contextlib.suppress(InputError):  # if it fails, another variant may fit this ambient state
-                check_ambient(known.variant.spec.ambient, known.variant.device)
-                return Match(known.variant, inputs, known.values)
+                check_ambient(known_sizes.variant.spec.ambient, known_sizes.variant.device)
+                return Match(known_sizes.variant, inputs, known_sizes.values)
         failures = []
         for variant in self.variants:
             try:
@@ -82,13 +82,13 @@ class _KnownSizes:
 
 def _discriminating_sizes(variants: Sequence[PassSpec]) -> list[tuple[int, int]]:
     """Return the sizes that may differ between passes: (input, dimension), or (-1, number of the size)."""
-    found = [(s.input, s.dim) for v in variants for s in v.symbols]
+    dims = [(s.input, s.dim) for v in variants for s in v.symbols]
     if len(variants) > 1:
         first = variants[0]
         others = variants[1:]
-        found += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
+        dims += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
         for i, spec in enumerate(first.inputs):
-            found += (
-                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][:2] if len(found) < 16 else []
+            dims += (
+                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][:2] if len(dims) < 16 else []
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(dims))

@@ -70,26 +70,26 @@ class StructureTable:
         """Return the structure of ``tape``. If the numbers in a custom function's context keep changing, that function is called."""
         fingerprint = tape.fingerprint()
         if tape.plain_customs and fingerprint not in self._specs:
-            called = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
-            seen = self._context_numbers.get(called.fingerprint(), set())
-            if fingerprint not in seen and (called.fingerprint() in self._specs or len(seen) >= _MAX_CONTEXT_NUMBERS):
-                tape, fingerprint = called, called.fingerprint()
+            called_tape = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
+            fingerprints = self._context_numbers.get(called_tape.fingerprint(), set())
+            if fingerprint not in fingerprints and (called_tape.fingerprint() in self._specs or len(fingerprints) >= _MAX_CONTEXT_NUMBERS):
+                tape, fingerprint = called_tape, called_tape.fingerprint()
             elif not self.full:
-                seen.add(fingerprint)
-                self._context_numbers[called.fingerprint()] = seen
-        known = self._met.get(fingerprint)
-        if known is None:
-            known = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
-            if known.spec is None and self.full:
-                return known
-            self._met[fingerprint] = known
+                fingerprints.add(fingerprint)
+                self._context_numbers[called_tape.fingerprint()] = fingerprints
+        structure = self._met.get(fingerprint)
+        if structure is None:
+            structure = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)
+            if structure.spec is None and self.full:
+                return structure
+            self._met[fingerprint] = structure
             self.tapes.append(tape)
-            if known.spec is None:
+            if structure.spec is None:
                 self._unknown += 1
                 self._weight += max(1, len(tape.nodes) / _SMALL_STRUCTURE) if self._by_nodes else 1
                 if self.full:
                     self._on_full()
-        return known
+        return structure
 
     def difference(self, tape: Tape) -> str:
         """Return how ``tape`` differs from the nearest recorded structure."""
@@ -102,12 +102,12 @@ class StructureTable:
         if best is None:
             return f"no structure was recorded; this one has {len(nodes)} nodes, {tape.fingerprint()[:12]}"
         if alike < min(len(nodes), len(best.nodes)):
-            what = f"node {alike} is {_short(nodes[alike])}, in the nearest recorded structure it is {_short(best.nodes[alike])}"
+            reason = f"node {alike} is {_short(nodes[alike])}, in the nearest recorded structure it is {_short(best.nodes[alike])}"
         elif len(nodes) != len(best.nodes):
-            what = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
+            reason = f"it has {len(nodes)} nodes, the nearest recorded structure {len(best.nodes)}"
         else:
-            what = "its nodes are those of a recorded structure, but their constants, hooks or requires_grad differ"
-        return f"the structure {tape.fingerprint()[:12]} was not recorded: {what}"
+            reason = "its nodes are those of a recorded structure, but their constants, hooks or requires_grad differ"
+        return f"the structure {tape.fingerprint()[:12]} was not recorded: {reason}"
 
 
 def _short(name: str) -> str:

@@ -212,8 +212,8 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
     if any(g is None for g in grads) and context.__dict__.get(MATERIALIZE, True):
         metadata = context._input_metadata
         grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, metadata, strict=True)]
-    given = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a torch.compile'd backward frees them early
-    results = backward(_Context(context, saved), *given)
+    args = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a torch.compile'd backward frees them early
+    results = backward(_Context(context, saved), *args)
     results = list(results) if isinstance(results, tuple) else [results]
     name = context.name()
     expected = len(differentiable)
@@ -221,8 +221,8 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
         del results[expected:]
     if len(results) != expected:
         raise RuntimeError(f"function {name} returned an incorrect number of gradients (expected {expected}, got {len(results)})")
-    for i, (result, wanted) in enumerate(zip(results, differentiable, strict=True)):
-        if result is not None and not wanted:
+    for i, (result, input_is_tensor) in enumerate(zip(results, differentiable, strict=True)):
+        if result is not None and not input_is_tensor:
             raise RuntimeError(
                 f"function {name} returned a gradient different than None at position {i + 1}, but the corresponding forward input was not a Variable"
             )

@@ -33,33 +33,33 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
     following: dict[Any, list[Any]] = {}
 
     def after(node: Any) -> list[Any]:
-        found = following.get(node)
-        if found is None:
-            found = following[node] = [n for n, _ in node.next_functions if n is not None and (needed is None or n in needed)]
-        return found
+        successors = following.get(node)
+        if successors is None:
+            successors = following[node] = [n for n, _ in node.next_functions if n is not None and (needed is None or n in needed)]
+        return successors
 
     first = [n for n, _ in edges if needed is None or n in needed]
     counts: dict[Any, int] = {}
     pending = list(dict.fromkeys(first))
     for node in first:
         counts[node] = counts.get(node, 0) + 1
-    met = set(pending)
+    visited = set(pending)
     while pending:
         for node in after(pending.pop()):
             counts[node] = counts.get(node, 0) + 1
-            if node not in met:
-                met.add(node)
+            if node not in visited:
+                visited.add(node)
                 pending.append(node)
 
     # compiled autograd's own walk, to number the nodes as it does
     number: dict[Any, int] = {}
-    left = dict(counts)
+    remaining = dict(counts)
     stack: list[Any] = []
 
     def visit(nodes: Sequence[Any]) -> None:
         for node in nodes:
-            left[node] -= 1
-            if not left[node]:
+            remaining[node] -= 1
+            if not remaining[node]:
                 stack.append(node)
 
     visit(first)
@@ -71,13 +71,13 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
         return None
 
     order = [0]
-    left = dict(counts)
+    remaining = dict(counts)
     heap: list[tuple[int, Any]] = []
 
     def ready(nodes: Sequence[Any]) -> None:
         for node in nodes:
-            left[node] -= 1
-            if not left[node]:
+            remaining[node] -= 1
+            if not remaining[node]:
                 _push(heap, (node._sequence_nr(), node))
 
     ready(first)
@@ -132,24 +132,24 @@ def _edge(root: Any) -> Edge:
 
 def _needed(roots: Sequence[Any], targets: Sequence[Any]) -> set[Any]:
     """Return the nodes on a path to a target, including the targets."""
-    back: dict[Any, list[Any]] = {}
-    pending, met = list(roots), set(roots)
+    predecessors: dict[Any, list[Any]] = {}
+    pending, visited = list(roots), set(roots)
     while pending:
         node = pending.pop()
         for following, _ in node.next_functions:
             if following is not None:
-                back.setdefault(following, []).append(node)
-                if following not in met:
-                    met.add(following)
+                predecessors.setdefault(following, []).append(node)
+                if following not in visited:
+                    visited.add(following)
                     pending.append(following)
-    found = {t for t in targets if t in met}
-    pending = list(found)
+    nodes = {t for t in targets if t in visited}
+    pending = list(nodes)
     while pending:
-        for node in back.get(pending.pop(), ()):
-            if node not in found:
-                found.add(node)
+        for node in predecessors.get(pending.pop(), ()):
+            if node not in nodes:
+                nodes.add(node)
                 pending.append(node)
-    return found
+    return nodes
 
 
 def _push(heap: list[tuple[int, Any]], item: tuple[int, Any]) -> None:

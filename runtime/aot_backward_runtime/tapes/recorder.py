@@ -162,10 +162,10 @@ class Recorder:
 
     def _count_outputs(self) -> None:
         """Derive the number of gradients of an unbind or split from the sizes: the engine's key of such a node only has the first count."""
-        *_, op, looks = self._ops if len(self._ops) > 1 else (None, None)
-        if op is None or looks is None or op.kind != "apply" or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0"):
+        *_, op, validation = self._ops if len(self._ops) > 1 else (None, None)
+        if op is None or validation is None or op.kind != "apply" or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0"):
             return
-        sizes = looks.operands[1][0][1]
+        sizes = validation.operands[1][0][1]
         count = sizes[op.operands[2]]
         if op.name != "UnbindBackward0":
             rows = Derived("neg", (Derived("floordiv", (Derived("neg", (count,)), Derived("max", (op.operands[-1], 1)))),))

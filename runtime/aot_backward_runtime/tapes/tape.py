@@ -90,8 +90,8 @@ class Op:
     node: int = -1
 
     def __str__(self) -> str:
-        left = ", ".join(f"%v{r}" if r >= 0 else "_" for r in self.results)
-        return f"{left + ' = ' if left else ''}{self.name or self.kind}({', '.join(map(_show, self.operands))})"
+        results = ", ".join(f"%v{r}" if r >= 0 else "_" for r in self.results)
+        return f"{results + ' = ' if results else ''}{self.name or self.kind}({', '.join(map(_show, self.operands))})"
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,8 @@ _POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackw
 def _positions(op: Op) -> Sequence[Any]:
     if op.kind == "copy_slices_prologue":
         return op.operands[3], op.operands[6]
-    found = [op.operands[n] for n in _POSITIONS.get(op.name, ())] if op.kind == "apply" else []
-    return [x[-1] if isinstance(x, tuple) else x for x in found]
+    operands = [op.operands[n] for n in _POSITIONS.get(op.name, ())] if op.kind == "apply" else []
+    return [x[-1] if isinstance(x, tuple) else x for x in operands]
 
 
 def slots(operand: Any) -> Iterator[Slot]:

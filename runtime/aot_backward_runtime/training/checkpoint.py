@@ -127,13 +127,13 @@ def _read(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, torch.Tensor
     if version != VERSION:
         raise StateError(f"{path} is a training state of version {version!r}; this runtime reads {VERSION!r}: install the one that wrote it")
     if size != header.size:
-        how = "was cut short" if size < header.size else "has bytes left over"
-        raise StateError(f"corrupt training state {path}: it {how}: it has {size} bytes, but its header says {header.size}")
+        problem = "was cut short" if size < header.size else "has bytes left over"
+        raise StateError(f"corrupt training state {path}: it {problem}: it has {size} bytes, but its header says {header.size}")
     try:
         expected = header.metadata.get("sha256", "")
         digest = hashlib.sha256(struct.pack("<Q", len(text)) + text.replace(expected.encode(errors="replace"), _BLANK.encode(), 1))
-        wide = _complex_names(header)
-        tensors = {name: _tensor(file, name, place, name in wide, digest) for name, place in header.tensors.items()}
+        complex_names = _complex_names(header)
+        tensors = {name: _tensor(file, name, place, name in complex_names, digest) for name, place in header.tensors.items()}
         if digest.hexdigest() != expected:
             raise PackageError(f"SHA-256 is {digest.hexdigest()}, expected {expected[:64]!r}")
         return tensors, _about(header)

@@ -47,10 +47,10 @@ def _checked(
 ) -> tuple[Change, dict[str, torch.Tensor], Any]:
     if about["optimizer"] != own.spec.optimizer:
         raise StateError(f"it was saved by {about['optimizer']}, this is {own.spec.optimizer}")
-    theirs, ours = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in own.spec.groups]
-    if theirs != ours:
-        different = sorted({n for g in theirs for n in g} ^ {n for g in ours for n in g})
-        raise StateError(f"its parameter groups differ from this step's{' in ' + different[0] if different else ''}")
+    saved_groups, own_groups = [g["parameters"] for g in about["groups"]], [list(g.parameters) for g in own.spec.groups]
+    if saved_groups != own_groups:
+        mismatches = sorted({n for g in saved_groups for n in g} ^ {n for g in own_groups for n in g})
+        raise StateError(f"its parameter groups differ from this step's{' in ' + mismatches[0] if mismatches else ''}")
     parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "loss": {}, "optimizer": {}, "gradient": {}, "random": {}}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")

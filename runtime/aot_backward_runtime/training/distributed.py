@@ -91,8 +91,8 @@ class Collectives:
                 return
             flat = [torch.cat(members) for members in self.buckets.in_order]
             self._sum(flat)
-            for whole, members in zip(flat, self.buckets.in_order, strict=True):
-                for part, member in zip(whole.split([m.numel() for m in members]), members, strict=True):
+            for bucket, members in zip(flat, self.buckets.in_order, strict=True):
+                for part, member in zip(bucket.split([m.numel() for m in members]), members, strict=True):
                     member.copy_(part)
 
     def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
@@ -116,20 +116,20 @@ class Collectives:
             return
         everyone: list[Any] = [None] * self.world
         self._run("comparing packages", lambda: dist.all_gather_object(everyone, lines, group=self._group))
-        differing = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        differing = [rank for rank, rank_lines in enumerate(everyone) if rank_lines != everyone[0]]
         other = differing[0]
-        theirs, first = next((a, b) for a, b in zip_longest(everyone[other], everyone[0], fillvalue="nothing") if a != b)
+        other_line, first_line = next((a, b) for a, b in zip_longest(everyone[other], everyone[0], fillvalue="nothing") if a != b)
         who = f"rank {other} holds" if len(differing) == 1 else f"ranks {', '.join(map(str, differing))} hold"
         raise DistributedError(
             f"rank {self.rank} of {self.world}: {who} another package or other gradients than rank 0: "
-            f"{theirs!r} on rank {other}, {first!r} on rank 0; load the same package on every rank"
+            f"{other_line!r} on rank {other}, {first_line!r} on rank 0; load the same package on every rank"
         )
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return ``tensors`` of all ranks: rank 0's by their own names, rank 3's by "name/3"."""
         everyone: list[Any] = [None] * self.world
         self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
-        return {f"{name}/{rank}" if rank else name: t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
+        return {f"{name}/{rank}" if rank else name: t for rank, rank_tensors in enumerate(everyone) for name, t in rank_tensors.items()}
 
     def by_first(self, action: Callable[[], Any]) -> Any:
         """Call ``action`` on rank 0 only, and return its result on every rank. Raise its exception on every rank too; the others get an
@@ -141,8 +141,8 @@ class Collectives:
                 value = action()
             except Exception as error:
                 raised = error
-        told = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
-        outcome: list[Any] = [told, value]
+        shared_error = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
+        outcome: list[Any] = [shared_error, value]
         self._run("waiting for rank 0", lambda: dist.broadcast_object_list(outcome, group=self._group, group_src=0))
         if self.rank == 0 and raised is not None:
             raise raised
@@ -171,12 +171,12 @@ class Collectives:
             for t, part in zip(chunk, flat.split([t.nbytes for t in chunk]), strict=True):
                 t.copy_(part.view(t.dtype).view(t.shape))
 
-    def _run(self, what: str, collective: Callable[[], object]) -> None:
+    def _run(self, label: str, collective: Callable[[], object]) -> None:
         try:
             collective()
         except RuntimeError as error:  # gloo raises this class, and NCCL's DistBackendError is a subclass
             raise DistributedError(
-                f"rank {self.rank} of {self.world}: {what} failed: another rank has ended or does not answer, or the connection is gone "
+                f"rank {self.rank} of {self.world}: {label} failed: another rank has ended or does not answer, or the connection is gone "
                 f"({str(error).splitlines()[0]}); resume from the last saved state"
             ) from error
 

@@ -33,69 +33,69 @@ def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
     }
 
 
-def from_eager(own: TrainingState, given: Mapping[str, Any]) -> Change:
-    """Check ``given`` and return it for ``own.replace``. :class:`StateError` names the part that does not fit."""
+def from_eager(own: TrainingState, state: Mapping[str, Any]) -> Change:
+    """Check ``state`` and return it for ``own.replace``. :class:`StateError` names the part that does not fit."""
     try:
-        return _checked(own, given)
+        return _checked(own, state)
     except MALFORMED as error:
         raise StateError(f"this is not the state of a module and an optimizer: {malformed(error)}") from error
 
 
-def _checked(own: TrainingState, given: Mapping[str, Any]) -> Change:
-    if not isinstance(given, Mapping) or not {"module", "optimizer"} <= given.keys():
-        has = (sorted(map(str, given)) or "an empty dict") if isinstance(given, Mapping) else type(given).__name__
-        raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {has}')
-    copies = matching("module", own.persistent, given["module"])
-    optimizer = given["optimizer"]
+def _checked(own: TrainingState, state: Mapping[str, Any]) -> Change:
+    if not isinstance(state, Mapping) or not {"module", "optimizer"} <= state.keys():
+        got = (sorted(map(str, state)) or "an empty dict") if isinstance(state, Mapping) else type(state).__name__
+        raise StateError(f'expected {{"module": net.state_dict(), "optimizer": optimizer.state_dict()}}, got {got}')
+    copies = matching("module", own.persistent, state["module"])
+    optimizer = state["optimizer"]
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= optimizer.keys():
         raise StateError("state['optimizer'] is not the state_dict of a torch.optim optimizer: it needs 'state' and 'param_groups'")
     slots_by_id, groups = optimizer["state"], optimizer["param_groups"]
-    theirs, ours = [len(g["params"]) for g in groups], [len(g.parameters) for g in own.spec.groups]
-    if theirs != ours:
-        raise StateError(f"the optimizer's groups have {theirs or 'no'} parameters; this step was exported with {ours}")
+    counts, own_counts = [len(g["params"]) for g in groups], [len(g.parameters) for g in own.spec.groups]
+    if counts != own_counts:
+        raise StateError(f"the optimizer's groups have {counts or 'no'} parameters; this step was exported with {own_counts}")
     names = [n for g in own.spec.groups for n in g.parameters]
     order = [p for g in groups for p in g["params"]]
     if unknown := sorted(map(str, slots_by_id.keys() - set(order))):
         raise StateError(f"the optimizer's state has entries {unknown[:5]}, which are in none of its groups")
-    named = {names[i]: slots_by_id[p] for i, p in enumerate(order) if p in slots_by_id}
-    if all(v is None for slots in named.values() for v in slots.values()):
-        named = {}  # as in eager's SGD if no momentum was used yet
+    slots_by_name = {names[i]: slots_by_id[p] for i, p in enumerate(order) if p in slots_by_id}
+    if all(v is None for slots in slots_by_name.values() for v in slots.values()):
+        slots_by_name = {}  # as in eager's SGD if no momentum was used yet
     options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
     own.check_options(options)
-    slots = _slots_from(own, named)
-    counters = {name: counter(name, given.get(name, 0)) for name in COUNTERS}
-    if counters["count"] and own.slots and not named:
+    slots = _slots_from(own, slots_by_name)
+    counters = {name: counter(name, state.get(name, 0)) for name in COUNTERS}
+    if counters["count"] and own.slots and not slots_by_name:
         raise StateError(
             f"{counters['count']} updates were made, but the optimizer's state is empty: load the checkpoint into state_dict(whole=True)"
         )
     counters["accumulated"] = 0  # eager's dicts hold no gradients
-    untouched = given.get("count") == 0 and own.initial is not None and all(map(_equal, (v for _, v in slots), own.initial))
-    scaler = given.get("scaler")
+    untouched = state.get("count") == 0 and own.initial is not None and all(map(_equal, (v for _, v in slots), own.initial))
+    scaler = state.get("scaler")
     if own.scaler is None or not scaler:  # a disabled eager scaler has an empty state
         scaler = None
     else:
         own.scaler.check(scaler)
-    return Change(copies + slots, options, counters, not named or untouched, scaler)
+    return Change(copies + slots, options, counters, not slots_by_name or untouched, scaler)
 
 
-def _slots_from(own: TrainingState, named: Mapping[str, Mapping[str, Any]]) -> Copies:
-    if not named:
+def _slots_from(own: TrainingState, slots_by_name: Mapping[str, Mapping[str, Any]]) -> Copies:
+    if not slots_by_name:
         if own.initial is None and own.slots:
             raise StateError("the optimizer's state is empty, and this step was exported in the middle of a training: it has no initial state")
         return [(tensor, first) for (*_, tensor), first in zip(own.slots, own.initial or (), strict=True)]
     copies = []
-    known = {(name, key) for key, parameters, _ in own.slots for name in parameters}
-    trained = {name for name, _ in known} or named.keys()  # eager may still have state of a parameter that was frozen since
-    for name in named:
-        for key, value in named[name].items():
-            if name in trained and isinstance(value, torch.Tensor) and (name, key) not in known:
+    slots = {(name, key) for key, parameters, _ in own.slots for name in parameters}
+    trained_names = {name for name, _ in slots} or slots_by_name.keys()  # eager may still have state of a parameter that was frozen since
+    for name in slots_by_name:
+        for key, value in slots_by_name[name].items():
+            if name in trained_names and isinstance(value, torch.Tensor) and (name, key) not in slots:
                 raise StateError(f"the optimizer's state of {name!r} has {key!r}; {own.spec.optimizer}, as it was exported, has no such state")
     for key, parameters, tensor in own.slots:
         first: torch.Tensor | None = None
         for name in parameters:
-            value = named.get(name, {}).get(key)
-            if value is None and key == "momentum_buffer" and name in named:
-                if any(g.get("dampening") for g in own.groups) and any(s.get(key) is not None for s in named.values()):
+            value = slots_by_name.get(name, {}).get(key)
+            if value is None and key == "momentum_buffer" and name in slots_by_name:
+                if any(g.get("dampening") for g in own.groups) and any(s.get(key) is not None for s in slots_by_name.values()):
                     raise StateError(f"{name!r} has no momentum yet, and others have: with dampening, its first step would differ from eager")
                 value = torch.zeros_like(tensor)  # eager's value before the first step
             if type(value) in (int, float):

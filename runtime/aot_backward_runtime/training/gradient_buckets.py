@@ -45,15 +45,15 @@ class Buckets:
             raise DistributedError("each gradient needs its own name, and `order` must have each name once")
         self.layout = [f"{name}: {dtype} {list(shape)} strides {list(stride)}, {device.type}" for name, shape, stride, dtype, device in specs]
         self.flat: list[torch.Tensor] = []
-        made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for names in _assign([by_name[name] for name in order], int(first_mb * _MB), int(cap_mb * _MB)):
             flat, members = _lay_out([by_name[name] for name in names], align)
             self.layout.append(f"bucket of {flat.numel()} elements: {', '.join(names)}")
             self.flat.append(flat)
-            made |= members
-        self.views: dict[str, torch.Tensor] = {name: made[name][0] for name in by_name}
+            tensors |= members
+        self.views: dict[str, torch.Tensor] = {name: tensors[name][0] for name in by_name}
         kinds = dict.fromkeys((dtype, device) for *_, dtype, device in specs)
-        self.in_order = [[made[spec[0]][1] for spec in specs if spec[3:] == kind] for kind in kinds]
+        self.in_order = [[tensors[spec[0]][1] for spec in specs if spec[3:] == kind] for kind in kinds]
         """The memory of the gradients in the order of the parameters, by dtype and device: DDP's buckets in its first iteration."""
 
 

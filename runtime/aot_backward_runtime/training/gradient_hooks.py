@@ -34,18 +34,18 @@ def add_through_hooks(
     interrupt comes before that, the gradients accumulated earlier are restored.
     """
     slots = list(state.gradients.values())
-    waited = [s.detach().clone() for s in slots] if state.accumulated else None
+    backup = [s.detach().clone() for s in slots] if state.accumulated else None
     try:
         state.numbers.set_accumulating(False)  # each hook gets this call's gradient, as in eager
         results.extend(call)
         scale = state.scaler.get_scale() if state.scaler is not None else 1.0  # eager's hooks get gradients of the scaled loss
-        made = dict(zip(hooked, apply_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
-        sums = [made[n] / scale if n in made else s.clone() for n, s in state.gradients.items()]
-        if waited is not None:
-            torch_api.foreach_add_(sums, waited)
+        new_gradients = dict(zip(hooked, apply_hooks(list(hooked.values()), [state.gradients[n] * scale for n in hooked]), strict=True))
+        sums = [new_gradients[n] / scale if n in new_gradients else s.clone() for n, s in state.gradients.items()]
+        if backup is not None:
+            torch_api.foreach_add_(sums, backup)
         ran.extend(map(torch_api.foreach_copy_, (slots,), (sums,)))
     finally:
         if not ran:
-            if waited is not None:
-                torch_api.foreach_copy_(slots, waited)
+            if backup is not None:
+                torch_api.foreach_copy_(slots, backup)
             state.set_accumulated(state.accumulated)

@@ -104,8 +104,8 @@ class LossScale:
         if not isinstance(state, Mapping) or state.keys() != expected.keys():
             raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
         for key, value in state.items():
-            whole = key in ("growth_interval", "_growth_tracker")
-            if type(value) not in ((int,) if whole else (int, float)) or not 0 <= value <= _MAX_FLOAT or (key != "_growth_tracker" and not value):
+            is_int = key in ("growth_interval", "_growth_tracker")
+            if type(value) not in ((int,) if is_int else (int, float)) or not 0 <= value <= _MAX_FLOAT or (key != "_growth_tracker" and not value):
                 raise StateError(f"the loss scale's {key} is {value!r:.60}; expected a positive number")
         if not 0 < _float32(state["scale"]) < math.inf:
             raise StateError(f"the loss scale is {state['scale']!r}; expected a positive, finite number")

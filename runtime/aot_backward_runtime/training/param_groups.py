@@ -65,8 +65,8 @@ class Numbers:
                 raise TypeError("float() would read it")
             number = float(value)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor that is complex or on the meta device
-            shown = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
-            raise InputError(f"{label} is {shown}; expected a number") from error
+            text = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
+            raise InputError(f"{label} is {text}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
             ways = " or ".join(map(interval_words, spec.allowed))
             raise InputError(
@@ -150,10 +150,10 @@ class Group(dict[str, Any]):
         return [(p, value[p]) for p in positions]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        given = dict(*args, **kwargs)
-        for key, value in given.items():
+        options = dict(*args, **kwargs)
+        for key, value in options.items():
             self.check(key, value)
-        for key, value in given.items():
+        for key, value in options.items():
             self.put(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -204,9 +204,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(value: Any, other: Any) -> bool:
     try:
-        return bool(plain(one) != plain(other))
+        return bool(plain(value) != plain(other))
     except (RuntimeError, TypeError, ValueError):  # a tensor of several elements is neither equal nor not
         return True
 

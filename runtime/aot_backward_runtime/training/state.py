@@ -135,8 +135,8 @@ class TrainingState:
     def replace(self, change: Change) -> None:
         """Apply ``change`` to the state. After an interrupt inside, it may be called again."""
         tensor_values.write(change.copies)
-        for group, given in zip(self.groups, change.options, strict=True):
-            for key, value in given.items():
+        for group, group_options in zip(self.groups, change.options, strict=True):
+            for key, value in group_options.items():
                 if key not in _IMPLEMENTATION:
                     group.put(key, value)
         if self.scaler is not None and change.scaler is not None:
@@ -163,13 +163,13 @@ class TrainingState:
 
     def check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Raise :class:`StateError` if ``options``, one dict per group without its parameters, do not fit."""
-        for group, given in zip(self.groups, options, strict=True):
-            if not isinstance(given, Mapping):
-                raise StateError(f"the options of a parameter group are a {type(given).__name__}; expected a dict")
-            for key in sorted(group.own - given.keys() - set(_IMPLEMENTATION)):
+        for group, group_options in zip(self.groups, options, strict=True):
+            if not isinstance(group_options, Mapping):
+                raise StateError(f"the options of a parameter group are a {type(group_options).__name__}; expected a dict")
+            for key in sorted(group.own - group_options.keys() - set(_IMPLEMENTATION)):
                 if group[key] is not False and group[key] is not None:  # an option that an older torch lacks is off
                     raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
-            for key, value in given.items():
+            for key, value in group_options.items():
                 if key not in _IMPLEMENTATION:
                     group.check(key, value)
 
@@ -199,14 +199,14 @@ def malformed(error: BaseException) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def matching(what: str, own: Mapping[str, torch.Tensor], given: Any, exactly: bool = False) -> Copies:
-    """Pair each of ``own`` with the tensor of that name in ``given``. Raise :class:`StateError` if they do not fit. ``exactly``: require the same
+def matching(label: str, own: Mapping[str, torch.Tensor], values: Any, exactly: bool = False) -> Copies:
+    """Pair each of ``own`` with the tensor of that name in ``values``. Raise :class:`StateError` if they do not fit. ``exactly``: require the same
     dtypes, and no other names."""
-    if not isinstance(given, Mapping):
-        raise StateError(f"{what} state is a {type(given).__name__}; expected tensors by name")
-    if problem := tensor_values.unlike(own, given, exactly=exactly):
-        raise StateError(f"{what} state: {problem}")
-    return [(tensor, given[name]) for name, tensor in own.items()]
+    if not isinstance(values, Mapping):
+        raise StateError(f"{label} state is a {type(values).__name__}; expected tensors by name")
+    if problem := tensor_values.unlike(own, values, exactly=exactly):
+        raise StateError(f"{label} state: {problem}")
+    return [(tensor, values[name]) for name, tensor in own.items()]
 
 
 def counter(name: str, value: Any) -> int:

@@ -64,18 +64,18 @@ class LoadedStep(torch.optim.Optimizer):
         self._touched = self._watch.touched  # also set while numbers are being written
         self._shared = shared
         self._exposed = shared  # whether user code may hold a parameter in an autograd graph: then each write increments its version
-        made: dict[str, torch.Tensor] = {}
+        by_weight: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
-            if s.weight not in made:
-                seen = s.name.startswith(_PUBLIC)
-                made[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if seen else tensors[s.weight]
-        self._held = [made[s.weight] for s in entry.spec.state]
+            if s.weight not in by_weight:
+                is_public = s.name.startswith(_PUBLIC)
+                by_weight[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if is_public else tensors[s.weight]
+        self._held = [by_weight[s.weight] for s in entry.spec.state]
         self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # makes torch.utils.swap_tensors refuse
         own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
-        parameters = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if s.parameter}
-        buffers = {s.name.removeprefix(_MODULE): made[s.weight] for s in own if not s.parameter}
+        parameters = {s.name.removeprefix(_MODULE): by_weight[s.weight] for s in own if s.parameter}
+        buffers = {s.name.removeprefix(_MODULE): by_weight[s.weight] for s in own if not s.parameter}
         persistent = [s.name.removeprefix(_MODULE) for s in own if s.persistent]
-        others = {s.name: made[s.weight] for s in entry.spec.state}
+        others = {s.name: by_weight[s.weight] for s in entry.spec.state}
         self._state = TrainingState(spec, parameters, buffers, persistent, others, self._expose, self._touched)
         self._has_norm, self._may_skip = spec.norm, spec.finite
         refuse_hooks_that_never_run(parameters, self._state.gradients)
@@ -218,20 +218,20 @@ class LoadedStep(torch.optim.Optimizer):
             binding = self._bind()
             hooked = {n: p for n in state.gradients if has_hooks(p := state.parameters[n])}
             self._watch.settle(bool(hooked))
-            apart = not update or state.accumulated > 0 or self._replicas is not None or bool(hooked)
-            if apart and self._update is None:
+            separate = not update or state.accumulated > 0 or self._replicas is not None or bool(hooked)
+            if separate and self._update is None:
                 raise InputError(f"entry {entry.name!r} was exported without gradient accumulation: export it with accumulate=True for update=False")
             self._share_buffers()
-            runnable = matched.variant.plans["accumulate" if apart else "step"]
+            runnable = matched.variant.plans["accumulate" if separate else "step"]
             written = runnable.written(binding, self._held)
             runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
-            ready = _StepCall(entry, matched, runnable, self._held, written, apart)
+            ready = _StepCall(entry, matched, runnable, self._held, written, separate)
             with torch.no_grad():
                 results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns if it is stepped before its optimizer
             if ready.remember(matched, args):
                 self._cached = [ready, *self._cached[: _CACHED - 1]]
-                self._last = None if apart else ready
+                self._last = None if separate else ready
             return ready.value(results, matched.given)
 
     def _record_accumulation(self, call: object, update: bool) -> None:
@@ -336,16 +336,16 @@ class LoadedStep(torch.optim.Optimizer):
         reason = reason_of(error)
         if adding:
             self.zero_grad()
-            left = "the accumulated gradients are lost, everything else is unchanged"
+            outcome = "the accumulated gradients are lost, everything else is unchanged"
         elif self._replicas is not None:
             self._inconsistent = f"an update failed in this process ({reason}), and other processes have made it"
-            left = "other processes have made this update: resume() a saved state on all of them"
+            outcome = "other processes have made this update: resume() a saved state on all of them"
         elif self._state.spec.in_place:
-            left = "nothing was changed"
+            outcome = "nothing was changed"
         else:
             self._inconsistent = f"a native call failed, maybe in the middle of an update ({reason})"
-            left = "the update may be incomplete: resume() a saved state, or load_state_dict(), before the next step"
-        return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {left}")
+            outcome = "the update may be incomplete: resume() a saved state, or load_state_dict(), before the next step"
+        return ExecutionError(f"entry {self._entry.name!r}: native code failed ({reason}); {outcome}")
 
     def train(self, mode: bool = True) -> LoadedStep:
         """Set the mode.
@@ -573,13 +573,13 @@ class LoadedStep(torch.optim.Optimizer):
         if (replicas := self._replicas) is not None and replicas.buffers_due and replicas.broadcasts_buffers:
             self._collectively("sharing buffers", replicas.share_buffers)
 
-    def _collectively(self, what: str, action: Callable[[], None]) -> None:
+    def _collectively(self, label: str, action: Callable[[], None]) -> None:
         """Run ``action``, a collective. If it raises because a process ended or was interrupted, only some tensors may have new values."""
         try:
             action()
         except BaseException:
             self._clear_cache()
-            self._inconsistent = f"{what} was interrupted"
+            self._inconsistent = f"{label} was interrupted"
             raise
 
     # methods of torch.optim.Optimizer that a compiled step cannot serve
