@@ -44,7 +44,7 @@ def _linear(input: torch.Tensor, output_size: Sequence[Any], align_corners: bool
         first = source.to(torch.int64).clamp(max=input.shape[dim] - 1)  # as eager: a scale that does not match the size leads past the end
         second = (first + 1).clamp(max=input.shape[dim] - 1)
         share = _along(input, dim, (source - first).clamp(0.0, 1.0).to(input.dtype))
-        first_value, second_value = _at(output, dim, first), _at(output, dim, second)
+        first_value, second_value = _index_dim(output, dim, first), _index_dim(output, dim, second)
         output = first_value + torch.mul(second_value - first_value, share)
     return output.contiguous(memory_format=_format(input))
 
@@ -58,7 +58,7 @@ def _bicubic(
         floor = source.floor()
         weights = torch_api.decompositions._upsample_get_cubic_coefficients((source - floor).clamp(0.0, 1.0))
         indices = [(floor.to(torch.int64) + n).clamp(0, input.shape[dim] - 1) for n in (-1, 0, 1, 2)]
-        terms = [_at(output, dim, index) * _along(input, dim, weight) for index, weight in zip(indices, weights, strict=True)]
+        terms = [_index_dim(output, dim, index) * _along(input, dim, weight) for index, weight in zip(indices, weights, strict=True)]
         output = terms[0] + terms[1] + terms[2] + terms[3]
     return output.contiguous(memory_format=_format(input))
 
@@ -69,7 +69,7 @@ def _source(input: torch.Tensor, dim: int, size: Any, align_corners: bool, scale
     return torch_api.decompositions._compute_source_index(ratio, torch.arange(size, device=input.device).to(input.dtype), align_corners)
 
 
-def _at(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def _index_dim(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return aten._unsafe_index(input, [*[None] * dim, index])
 
 

@@ -143,7 +143,7 @@ def _bodies_with_results_of_their_own() -> Iterator[None]:
             results, spec = pytree.tree_flatten(body(*inputs))
             if any(isinstance(r, torch.Tensor) and not (r.is_floating_point() or r.is_complex()) for r in results):
                 lines.append(source_location.here())
-            return pytree.tree_unflatten(_apart(results, inputs), spec)
+            return pytree.tree_unflatten(_without_aliases(results, inputs), spec)
 
         function: Callable[..., Any] = trace(with_own_results, *settings, **options)
         return function
@@ -161,7 +161,7 @@ def _bodies_with_results_of_their_own() -> Iterator[None]:
             raise ExportError(f"{reason}; it is called {location}") from error
 
 
-def _apart(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _without_aliases(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Return ``results`` with a copy of each one that shares memory with an input or with an earlier result."""
     storages = {torch_api.storage_key(value) for value in inputs if isinstance(value, torch.Tensor)}
     out = []

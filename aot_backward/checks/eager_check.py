@@ -71,7 +71,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
     for number_of_size, sized in enumerate(sizes):
         location = f"{entry} variant {number}{' at ' + sized.label if sized.label else ''}"
         cotangents = cotangents_at(spec, sized.values)
-        eager_run = _Given(case, sized.example, spec, cotangents)
+        eager_run = _EagerCase(case, sized.example, spec, cotangents)
         try:
             eager = eager_run.results()
         except Exception as error:
@@ -147,7 +147,7 @@ def compare_results(actual: Named, eager: Named, reference: Reference[Named], *,
 
 
 @dataclass(frozen=True)
-class _Given:
+class _EagerCase:
     """A case and the inputs that it runs on."""
 
     case: Case
@@ -208,7 +208,7 @@ class _OneAtATime:
             leaf.data = leaf.data.new_full((), math.nan).expand(leaf.shape)
 
 
-def _reference(eager_run: _Given, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
+def _reference(eager_run: _EagerCase, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
     """Return eager in float64, or ``eager`` itself if float64 computes something else. Also return sketches of the results in ``eager`` that float64
     results have replaced."""
     program = eager_run.case.program
@@ -230,7 +230,7 @@ def _reference(eager_run: _Given, eager: Named) -> tuple[Reference[Named], Mappi
     return eager_reference, {}
 
 
-def _in_float64(eager_run: _Given, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
+def _in_float64(eager_run: _EagerCase, eager: Named, large: _OneAtATime) -> Reference[Named] | None:
     """Return eager's results in float64, or None if float64 computes something else."""
     shapes = {n: None if e is None else e.shape for n, e in eager.items()}
     try:
@@ -258,7 +258,7 @@ def _is_single_output(name: str, eager: Named) -> bool:
     return name.startswith("output[") and tensor is not None and tensor.numel() == 1 and tensor.is_floating_point()
 
 
-def _with_largest_moves(eager_run: _Given, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
+def _with_largest_moves(eager_run: _EagerCase, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
     """Return ``reference`` with each of ``names``, outputs of one number, moving by at least an eighth of its largest move."""
     moves, largest = dict(reference.moved), _largest_gradient(reference.results)
     for name in names:
@@ -269,7 +269,7 @@ def _with_largest_moves(eager_run: _Given, reference: Reference[Named], eager: N
     return dataclasses.replace(reference, moved=moves)
 
 
-def _largest_move(eager_run: _Given, output: int, eager: torch.Tensor) -> float:
+def _largest_move(eager_run: _EagerCase, output: int, eager: torch.Tensor) -> float:
     """Return Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, for t the single-number output ``output``. To first order, t moves by at
     most this much if each x changes by eps of its dtype, or of the dtype of ``eager`` (t in eager) if that is coarser. Return 0 if t cannot be
     differentiated by them."""
@@ -312,14 +312,14 @@ def _is_same_computation(eager: Named, reference: Reference[Named], reduced_prec
     return True
 
 
-def _results_of_entry(package: Package, entry: str, eager_run: _Given, location: str, *, inference: bool = False) -> Named:
+def _results_of_entry(package: Package, entry: str, eager_run: _EagerCase, location: str, *, inference: bool = False) -> Named:
     """Return the entry's results. Raise :class:`ExportError` if the compiled code fails."""
     try:
         return results_of_entry(package, entry, eager_run.spec, eager_run.example, eager_run.cotangents, inference=inference)
     except Overwritten as error:
         raise ExportError(f"{location}: {error}; nothing was written") from error
     except RuntimeError as error:
-        operators, message = _called(package, eager_run.spec), str(error).partition("\n")[0]
+        operators, message = _called_kernels(package, eager_run.spec), str(error).partition("\n")[0]
         raise ExportError.of(
             operators[0] if len(operators) == 1 else "",
             f"{location}: the compiled code fails, and eager does not: {message}"
@@ -359,7 +359,7 @@ def _refuse_sparse(entry: str, eager: Named) -> None:
             )
 
 
-def _called(package: Package, spec: VariantSpec) -> list[str]:
+def _called_kernels(package: Package, spec: VariantSpec) -> list[str]:
     """Return the operators that are called, not compiled."""
     calls = [plan.call for plan in (spec.forward, spec.backward, spec.inference, spec.gradient) if plan is not None and plan.call is not None]
     return sorted({o for call in calls for o in package.manifest.libraries[call.library].operators})

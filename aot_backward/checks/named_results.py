@@ -111,7 +111,7 @@ def results_of_eager(
     ``accumulated``: only return the ``.grad`` that ``backward()`` leaves on the parameters. ``take``: called with each gradient, except for entries
     that have gradients of gradients."""
     out: Named = {}
-    taking = None if take is None else _Taking(take)
+    taking = None if take is None else _GradientSink(take)
     example = _fresh_leaves(example)
     parameters = dict(program.named_parameters(remove_duplicate=False))
     if wrt is not None:
@@ -173,7 +173,7 @@ def _add_gradients(
     outputs: Sequence[torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     cotangents: Sequence[torch.Tensor],
-    taking: _Taking | None = None,
+    taking: _GradientSink | None = None,
 ) -> None:
     """Add the gradients of a ``module`` variant, then gradients of these, also with respect to the incoming gradients, up to its order."""
     if not targets or not spec.differentiable:
@@ -200,7 +200,7 @@ def _add_gradients(
         prefix = ("second-order ", "third-order ", "fourth-order ")[level - 1]
 
 
-class _Taking:
+class _GradientSink:
     """Passes each gradient to ``take`` when backward has computed it. Autograd gets a single expanded number instead, so that memory can be freed."""
 
     def __init__(self, take: Take):
@@ -226,7 +226,7 @@ class _Taking:
 
 
 def _gradients(
-    roots: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor] | None, taking: _Taking | None
+    roots: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor] | None, taking: _GradientSink | None
 ) -> Named:
     """Call ``torch.autograd.grad``; return results by "gradient of NAME"."""
     with taking.hooked(targets) if taking is not None else contextlib.nullcontext():
@@ -267,7 +267,7 @@ def _fresh_leaves(example: Example) -> Example:
     return example.with_tensors([t.detach().clone().requires_grad_(t.requires_grad) for t in example.tensors])
 
 
-def _copied(results: Named, taking: _Taking | None = None) -> Named:
+def _copied(results: Named, taking: _GradientSink | None = None) -> Named:
     """Replace the tensors in ``results`` by copies, one after the other. Tensors from ``take`` are not shared and stay."""
     taken_ids = set() if taking is None else {id(t) for t in taking.taken.values()}
     for name, value in results.items():

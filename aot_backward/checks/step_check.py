@@ -257,7 +257,7 @@ def _steps_of_eager(
             for p in parameters if settings.loss_scale is not None else ():
                 if p.grad is not None:
                     p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
-            gradients.append({case.names[id(p)]: _kept(p.grad, sketched) for p in parameters if p.grad is not None})
+            gradients.append({case.names[id(p)]: _stored_gradient(p.grad, sketched) for p in parameters if p.grad is not None})
             for p in parameters if noise is not None else ():
                 assert p.grad is not None and noise is not None
                 _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
@@ -279,7 +279,7 @@ def _steps_of_eager(
         return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
 
 
-def _kept(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:
+def _stored_gradient(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:
     return sketch(gradient) if sketched("", gradient) else gradient.detach().clone()
 
 
@@ -351,18 +351,18 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
             except Exception:  # whatever fails in float64, eager is the next best reference
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
-            moves = {n: _apart(perturbed_steps, exact, n) for n in exact.after}
+            moves = {n: _distance(perturbed_steps, exact, n) for n in exact.after}
             example = wide
             stack.enter_context(torch.autocast(_device(case), enabled=False))
             stack.enter_context(in_float64(case.program))
         else:
             exact = eager
         noisy = _steps_of_eager(case, example, waiting, sketched, _noise(eager, exact), copies=exact is not eager)
-    moves = {n: m + _apart(noisy, exact, n) for n, m in moves.items()}
+    moves = {n: m + _distance(noisy, exact, n) for n, m in moves.items()}
     return Reference(exact, moves, float64=exact is not eager)
 
 
-def _apart(first: StepResults, second: StepResults, name: str) -> float:
+def _distance(first: StepResults, second: StepResults, name: str) -> float:
     """Return the distance of two changes over elements that are finite in both; 0 if only one is a sketch (the other has NaN or Inf)."""
     a, b = first.change(name), second.change(name)
     return distance_of_finite(a, b) if a.shape == b.shape else 0.0

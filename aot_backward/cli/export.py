@@ -100,7 +100,7 @@ def export(
     _check_options(context, form)
     from ..api import export as export_package
 
-    entries = _chosen(_entries(path, name), wanted, f"{path}:{name}")
+    entries = _select(_entries(path, name), wanted, f"{path}:{name}")
     if form == "onnx":
         from ..onnx.export import export_onnx
 
@@ -124,7 +124,7 @@ def _check_options(context: click.Context, form: str) -> None:
 def _entries(path: Path, name: str) -> Entries:
     from ..api import Grad, Module, Step
 
-    entries = _called(_function(path, name), f"{path}:{name}")
+    entries = _call(_function(path, name), f"{path}:{name}")
     if isinstance(entries, (Module, Grad, Step)):
         return {_kind(entries): entries}
     if (
@@ -143,7 +143,7 @@ def _kind(entry: object) -> str:
     return type(entry).__name__.lower()
 
 
-def _chosen(entries: Entries, selectors: tuple[str, ...], program: str) -> Entries:
+def _select(entries: Entries, selectors: tuple[str, ...], program: str) -> Entries:
     """Return the entries that ``selectors`` select, each by name or, if no entry has that name, by kind."""
     names = set(entries) if not selectors else set[str]()
     for selector in selectors:
@@ -163,7 +163,7 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[module_name] = module
-    _called(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
+    _call(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
     if not callable(vars(module).get(name)):
         raise click.UsageError(f"{path} has no function {name!r}; it has: {', '.join(_offered(module)) or 'none'}")
     return vars(module)[name]
@@ -173,7 +173,7 @@ def _offered(module: Any) -> list[str]:
     return [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__]
 
 
-def _called(function: Callable[[], Any], source: str) -> Any:
+def _call(function: Callable[[], Any], source: str) -> Any:
     """Run user code. Its exceptions are reported as errors in ``source``, not as errors of aot-backward."""
     from aot_backward_runtime.errors import ExportError
 

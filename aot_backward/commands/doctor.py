@@ -77,7 +77,7 @@ def _processor() -> Finding:
 
 
 def _c_library() -> Finding:
-    return _asked(
+    return _check(
         "C library",
         lambda: f"glibc {compatibility.glibc()}, GLIBCXX {compatibility.glibcxx()}",
         "use a system with glibc and libstdc++, such as Debian",
@@ -138,7 +138,7 @@ def _temporary() -> Finding:
                 raise AotBackwardError(f"{tempfile.gettempdir()} is on a file system mounted noexec")
         return f"{tempfile.gettempdir()}, {shutil.disk_usage(tempfile.gettempdir()).free / 1e9:.1f} GB free"
 
-    return _asked("temporary folder", found, "set TMPDIR to a folder that can be written to and allows execution")
+    return _check("temporary folder", found, "set TMPDIR to a folder that can be written to and allows execution")
 
 
 def _gpu() -> Finding:
@@ -149,7 +149,7 @@ def _gpu() -> Finding:
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
 
 
-def _asked(name: str, question: Callable[[], str], advice: str) -> Finding:
+def _check(name: str, question: Callable[[], str], advice: str) -> Finding:
     try:
         return Finding(name, "ok", question())
     except (AotBackwardError, OSError) as error:

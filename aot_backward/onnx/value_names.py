@@ -57,7 +57,7 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
     used_names = {*constants.values(), *(n.name for n in numbers), *arguments}
     output_names = [free_name(name, "output", used_names) for name in _results(variant, entry.kind)]
     assert plan.call is not None
-    saved = _kept(variant, arguments)
+    saved = _saved_names(variant, arguments)
     inputs = []
     for operand in plan.call.operands:
         kind, _, key = operand.partition(":")
@@ -112,7 +112,7 @@ def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
     return source
 
 
-def _kept(variant: VariantSpec, arguments: list[str]) -> list[str]:
+def _saved_names(variant: VariantSpec, arguments: list[str]) -> list[str]:
     """Return the names of a backward's saved tensors. A saved argument keeps the argument's name, so that it is passed once."""
     saved = variant.forward.saved if variant.forward is not None else ()
     return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]

@@ -14,7 +14,7 @@ from .markup import Child, Html, element
 
 
 def kernels(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
-    return section("kernels", "Where the kernels are", _operators(drawings), _called(archive))
+    return section("kernels", "Where the kernels are", _operators(drawings), _kernel_calls(archive))
 
 
 def _role(library: str) -> str:
@@ -47,7 +47,7 @@ def _operators(drawings: Mapping[str, Drawing]) -> Html:
     return Html(main_table + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table))
 
 
-def _called(archive: Archive) -> Html:
+def _kernel_calls(archive: Archive) -> Html:
     manifest = archive.manifest
     by_operator: dict[str, list[str]] = {}
     for name, spec in manifest.libraries.items():

@@ -49,7 +49,7 @@ class Words:
 
     def size(self, size: Size, inside: bool = False) -> str:
         """Return a size. ``inside``: as one of several factors."""
-        return str(size) if isinstance(size, int) else self._said(size, inside)
+        return str(size) if isinstance(size, int) else self._sentence(size, inside)
 
     def shape(self, shape: Sequence[Size]) -> str:
         """Return ``batch × 3 × 32``, or ``scalar`` without dimensions."""
@@ -101,9 +101,9 @@ class Words:
 
     def conditions(self) -> list[str]:
         """Return the guards that :meth:`ranges` does not include."""
-        return [self._said(g) for g in self.guards if not _multiple(g)[0]]
+        return [self._sentence(g) for g in self.guards if not _multiple(g)[0]]
 
-    def _said(self, expression: str, inside: bool = False) -> str:
+    def _sentence(self, expression: str, inside: bool = False) -> str:
         symbols_of(expression)  # raises PackageError if the format does not allow the expression
         try:
             return self._words(ast.parse(expression, mode="eval").body, inside)

@@ -36,7 +36,7 @@ def normalized(shapes: Any, signature: Callable[..., Any], args: tuple[Any, ...]
             raise TypeError(f"it is a {type(shapes).__name__}")
         by_name = _by_name(shapes, parameters, bound)
         if by_name.keys() == bound.keys():
-            by_name = dict(torch_api._tree_map_with_path(_one, bound, by_name, tree_name="inputs"))
+            by_name = dict(torch_api._tree_map_with_path(_sizes_of_tensor, bound, by_name, tree_name="inputs"))
         torch_api._check_dynamic_shapes(bound, by_name)
         return by_name
     except Exception as error:  # torch.export's own checks raise UserError, ValueError, AssertionError, TypeError, RuntimeError
@@ -75,7 +75,7 @@ def _is_group(shape: Any, count: int) -> bool:
     return isinstance(shape, tuple | list) and len(shape) == count and all(s is None or isinstance(s, dict | tuple | list) for s in shape)
 
 
-def _one(path: Any, value: Any, shape: Any) -> Any:
+def _sizes_of_tensor(path: Any, value: Any, shape: Any) -> Any:
     """Return the sizes of one tensor by dimension, counted from the first. Return other shapes unchanged."""
     if not isinstance(value, torch.Tensor) or not isinstance(shape, dict | tuple | list) or (type(shape) is not dict and len(shape) != value.dim()):
         return shape  # None, or invalid: torch.export refuses it

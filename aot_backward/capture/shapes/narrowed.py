@@ -12,7 +12,7 @@ from torch.export import Dim
 
 from aot_backward_exporters import torch_api
 
-from ..user_code.size_guards import Asked, Places
+from ..user_code.size_guards import GuardOrigin, Places
 from .symbolic_shapes import expression_of, write
 
 
@@ -75,7 +75,7 @@ def refused(env: Any, declared: Sequence[Declared], places: Places, error: Excep
         if narrowing is None:
             continue
         guard, text, advice, least = narrowing
-        origin = places.get(guard, Asked())
+        origin = places.get(guard, GuardOrigin())
         if origin.transformed and expression_of(dim.value).is_Integer:
             advice = (
                 "a rule of torch.func reads it as a number: sum over the batch inside torch.func.jacrev or jvp instead of using vmap, or export a "

@@ -17,7 +17,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Size, SymbolSpec, TensorSpec
 
-from ..user_code.size_guards import Asked, Places
+from ..user_code.size_guards import GuardOrigin, Places
 
 _COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
 _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
@@ -166,7 +166,7 @@ class Sizes:
                 out.append(text)
         return tuple(out)
 
-    def origin(self, text: str) -> Asked | None:
+    def origin(self, text: str) -> GuardOrigin | None:
         """Return the origin of the guard ``text``, else of the first guard on the symbol of that name; None if the compiler added it."""
         for expression, origin in self.places.items():
             if all(symbol in self.names for symbol in expression.free_symbols):

@@ -208,11 +208,11 @@ class _FirstValues(dict[str, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.first: dict[str, Any] = {k: _kept(v) for k, v in self.items()}
+        self.first: dict[str, Any] = {k: _copy(v) for k, v in self.items()}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.first:
-            self.first[key] = _kept(value)
+            self.first[key] = _copy(value)
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -225,7 +225,7 @@ class _FirstValues(dict[str, Any]):
             self[key] = value
 
 
-def _kept(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Return ``value``, or a copy of a tensor. A copy of zeros, the usual first moments, takes no memory until it is written to."""
     if not isinstance(value, torch.Tensor):
         return value

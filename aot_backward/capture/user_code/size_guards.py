@@ -24,7 +24,7 @@ _TRANSFORMS = tuple(f"/torch/_functorch/{name}.py" for name in ("eager_transform
 
 
 @dataclass(frozen=True)
-class Asked:
+class GuardOrigin:
     """The origin of a guard. ``where``: from :mod:`source_location`, or "". ``operator``: its name, or "". ``transformed``: within vmap, jvp or
     grad. ``number``: of the autograd node that asked, -1 if the forward did."""
 
@@ -34,7 +34,7 @@ class Asked:
     number: int = -1
 
 
-Places = Mapping[Any, Asked]
+Places = Mapping[Any, GuardOrigin]
 """The guard's expression -> its origin."""
 
 
@@ -44,7 +44,7 @@ def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
     callers are ignored."""
     environment = torch_api.ShapeEnv
     original = environment.evaluate_expr
-    places: dict[Any, Asked] = {}
+    places: dict[Any, GuardOrigin] = {}
 
     def evaluate_expr(self: Any, expression: Any, *args: Any, **kwargs: Any) -> Any:
         if _always_holds(expression):
@@ -52,7 +52,7 @@ def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
         count = len(self.guards)
         result = original(self, expression, *args, **kwargs)
         for guard in self.guards[count:]:
-            places.setdefault(guard.expr, _asked(program, outermost))
+            places.setdefault(guard.expr, _origin(program, outermost))
         return result
 
     with patched(environment, evaluate_expr=evaluate_expr):
@@ -70,18 +70,18 @@ def _always_holds(expression: Any) -> bool:
     return len(larger) + len(smaller) > 2 and any((a - b).is_nonnegative for a in larger for b in smaller)
 
 
-def _asked(program: nn.Module, outermost: CodeType) -> Asked:
+def _origin(program: nn.Module, outermost: CodeType) -> GuardOrigin:
     frames: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not outermost and not frame.f_code.co_filename.endswith(ENGINE):
         frames.append((frame, frame.f_lineno))
         frame = frame.f_back
     if frame is None:
-        return Asked()  # torch's own guard, after the program has run
+        return GuardOrigin()  # torch's own guard, after the program has run
     where, operator = source_location.described(reversed(frames), program), _operator(frames)
     backward_node = torch_api.backward_that_runs()
     name, number = backward_node or ("", -1)
-    return Asked(where, operator or name, any(f.f_code.co_filename.endswith(_TRANSFORMS) for f, _ in frames), number)
+    return GuardOrigin(where, operator or name, any(f.f_code.co_filename.endswith(_TRANSFORMS) for f, _ in frames), number)
 
 
 def _operator(frames: list[tuple[FrameType, int]]) -> str:

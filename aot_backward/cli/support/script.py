@@ -36,7 +36,7 @@ class Script:
         main = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __cached__=None)
         if self.as_module:
-            spec, code = _found(self.name)
+            spec, code = _find_module(self.name)
             main.__dict__.update(__spec__=spec, __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent)
             sys.argv[0] = spec.origin or sys.argv[0]
         else:
@@ -52,7 +52,7 @@ class Script:
         return str(Path.cwd()) if self.as_module else str(Path(self.name).resolve().parent)
 
 
-def _found(name: str) -> tuple[ModuleSpec, CodeType]:
+def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     """Return the module that ``python -m`` runs: ``name`` itself, or the ``__main__`` of a package. Raise :class:`ImportError` in Python's words."""
     try:
         spec = find_spec(name)
@@ -118,7 +118,7 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
                 raise
             except BaseException as error:
                 _drop_own_frames(error, set())
-                if isinstance(error, ImportError) and error.__traceback__ is None:  # from _found(): the module cannot be run
+                if isinstance(error, ImportError) and error.__traceback__ is None:  # from _find_module(): the module cannot be run
                     raise click.ClickException(str(error)) from None
                 sys.excepthook(type(error), error, error.__traceback__)
                 if isinstance(error, KeyboardInterrupt):

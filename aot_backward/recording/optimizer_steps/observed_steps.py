@@ -71,7 +71,7 @@ class ObservedSteps:
         if number > _FIRST_STEPS and number % _EVERY_STEPS:
             return
         try:
-            key = _look(optimizer)
+            key = _step_key(optimizer)
         except (InputError, TypeError, ValueError) as error:
             if len(self.refused) < _MAX_KINDS:
                 self.refused[f"{type(optimizer).__qualname__}, step called at {line}"] = str(error)
@@ -87,7 +87,7 @@ class ObservedSteps:
             kind.example = copied(optimizer)
 
 
-def _look(optimizer: torch.optim.Optimizer) -> str | None:
+def _step_key(optimizer: torch.optim.Optimizer) -> str | None:
     """Return a text that identifies the kind of step; None if there is nothing to do, or the state does not exist yet."""
     if type(optimizer) not in SERVED:
         raise InputError(f"{name_of(type(optimizer))} is not a supported optimizer of torch.optim; its steps run in eager")

@@ -44,7 +44,7 @@ def _fold_numbers(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch_api.OpOverload) or node.all_input_nodes:
             continue
-        tensor_args = [value for value, kind in _given(node) if isinstance(kind, torch.TensorType)]
+        tensor_args = [value for value, kind in _typed_arguments(node) if isinstance(kind, torch.TensorType)]
         if tensor_args and all(_is_number(value) for value in tensor_args):
             number = node.target(*node.args, **node.kwargs).item()
             for user in list(node.users):
@@ -57,7 +57,7 @@ def _replaced(node: Node) -> Sequence[Node]:
     target: Any = node.target
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    typed_args: list[tuple[Any, Any]] = _given(node)
+    typed_args: list[tuple[Any, Any]] = _typed_arguments(node)
     has_number = any(isinstance(v, complex) for v in pytree.tree_leaves([value for value, _ in typed_args]))
     if not has_number and not any(t.dtype.is_complex for t in tensors):
         return ()
@@ -87,11 +87,11 @@ def _replaced(node: Node) -> Sequence[Node]:
     with node.graph.inserting_before(node):
         like = torch.empty((), dtype=dtype, device=tensors[0].device)
         values = [_filled(node.graph, [], value, like) if i in positions else value for i, (value, _) in enumerate(typed_args)]
-        _replace(node, _called(node.graph, overload, values))
+        _replace(node, _call_by_schema(node.graph, overload, values))
     return ()
 
 
-def _given(node: Node) -> list[tuple[Any, Any]]:
+def _typed_arguments(node: Node) -> list[tuple[Any, Any]]:
     """Return the arguments of a call in schema order, with their types; an optional argument has its non-optional type."""
     kinds = [a.real_type for a in node.target._schema.arguments]  # type: ignore[union-attr]
     kinds = [kind.getElementType() if isinstance(kind, torch.OptionalType) else kind for kind in kinds]
@@ -111,7 +111,7 @@ def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
     return call(graph, aten.view_as_complex.default, call(graph, aten.cat.default, parts, -1))
 
 
-def _called(graph: Any, target: Any, values: Sequence[Any]) -> Node:
+def _call_by_schema(graph: Any, target: Any, values: Sequence[Any]) -> Node:
     bound = list(zip(target._schema.arguments, values, strict=True))
     return call(graph, target, *(v for a, v in bound if not a.kwarg_only), **{a.name: v for a, v in bound if a.kwarg_only})
 

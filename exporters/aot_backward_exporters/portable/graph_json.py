@@ -142,7 +142,7 @@ def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell)
         else:
             raise ExportError(f"the graph holds a {node.op} node, which cannot be written")
         names.append(node.name)
-        metadata.append(_looks(node.meta.get("val"), spell))
+        metadata.append(_metadata(node.meta.get("val"), spell))
         line = node.meta.get(LINE)
         places.append(-1 if line is None else lines.setdefault(line, len(lines)))
     return {
@@ -239,7 +239,7 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
     value = operator.attrgetter(target)(module)
     if isinstance(value, GraphModule):
         form = graph_to_json(value, {}, spell)
-        form["inputs"] = [_looks(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")]
+        form["inputs"] = [_metadata(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")]
         return ["graph", form]
     if not isinstance(value, torch.Tensor) or value.numel() > 1024:
         raise ExportError(f"the graph holds {target}, a {type(value).__name__} that cannot be written")
@@ -247,11 +247,11 @@ def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], const
     return ["constant"]
 
 
-def _looks(value: Any, spell: Spell, *, body: bool = False) -> Any:
+def _metadata(value: Any, spell: Spell, *, body: bool = False) -> Any:
     """Return dtype, sizes and strides of a tensor, a list for several values, and None for anything else. ``body``: ``value`` is an input of a
     control-flow body, which the reader runs again."""
     if isinstance(value, (list, tuple)) and not body:
-        return [_looks(v, spell) for v in value]
+        return [_metadata(v, spell) for v in value]
     if not isinstance(value, torch.Tensor):
         if body:
             raise ExportError("the body of a control-flow operator takes an input that is not a tensor, and cannot be written")

@@ -64,7 +64,7 @@ def _total(node: Node, sums: dict[Node, _Sum]) -> _Sum:
         return default
     terms = []
     for term in node.args:
-        if not isinstance(term, Node) or not isinstance(term.meta["val"], torch.Tensor) or _looks(term) != _looks(node):
+        if not isinstance(term, Node) or not isinstance(term.meta["val"], torch.Tensor) or _dtype_and_sizes(term) != _dtype_and_sizes(node):
             return default  # a number, or a size, is added to every part
         terms.append(sums.pop(term, _Sum(further=term)) if len(term.users) == 1 else _Sum(further=term))
     target, other = sorted(terms, key=lambda s: len(s.parts), reverse=True)
@@ -82,7 +82,7 @@ def _joined(graph: Graph, total: _Sum) -> Node:
     return out if total.further is None else call(graph, aten.add.Tensor, out, total.further)
 
 
-def _looks(node: Node) -> tuple[torch.dtype, list[str]]:
+def _dtype_and_sizes(node: Node) -> tuple[torch.dtype, list[str]]:
     value = node.meta["val"]
     return value.dtype, [str(n) for n in value.shape]  # comparing the sizes themselves would create a guard
 

@@ -65,12 +65,12 @@ def model_source(wrapper: str) -> str:
         _for_older_glibc()
         + before
         + _interface_includes()
-        + _looks(wrapper)
+        + _layout_symbol(wrapper)
         + after.replace(_CHECKS_WANTED, _CHECKS_UNWANTED + _CHECKS_WANTED.replace("_check", "_unused", 1))
     )
 
 
-def _looks(wrapper: str) -> str:
+def _layout_symbol(wrapper: str) -> str:
     """Return a symbol with the dtype, shape and strides that the code was compiled for, for each constant: the C interface gives only name, dtype and
     size in bytes. A reader compares it with the manifest: another layout than the code's would give wrong numbers."""
     constants: dict[str, dict[str, str]] = {}

@@ -171,7 +171,7 @@ class _Bound:
         self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
         self._absent = [(d, name) for d in slots for name, value in d.items() if value is None]
         self._children = [(part._modules, list(part._modules.values())) for part in modules if part._modules]
-        self._looks, self._modes = self._look(net), self._read_modes(net)
+        self._classes, self._modes = self._forwards_and_classes(net), self._read_modes(net)
         self._own_settings = _getter(net)
         self._settings = [(get, part) for _, part in self.parts if (get := _getter(part)) is not None]
         self._values = copy.deepcopy(self._read(net))
@@ -188,11 +188,11 @@ class _Bound:
             and all([list(d) == names for d, names in self._names])  # noqa: C419 # a generator takes twice as long
             and all([list(d.values()) == values for d, values in self._children])  # noqa: C419
             and all([d[name] is None for d, name in self._absent])  # noqa: C419
-            and self._look(net) == self._looks
+            and self._forwards_and_classes(net) == self._classes
             and self._has_same_settings(net)
         )
 
-    def _look(self, net: nn.Module) -> list[Any]:
+    def _forwards_and_classes(self, net: nn.Module) -> list[Any]:
         layers: list[Any] = [(part.__class__, part.__dict__.get("forward")) for _, part in self.parts]
         return [*layers, net.__class__]
 

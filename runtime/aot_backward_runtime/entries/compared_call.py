@@ -57,7 +57,7 @@ def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tu
     except Exception as error:
         raise ExecutionError(f"compare: expected a module that copy.deepcopy can copy, got {error}. Attach it without compare.") from error
     copies: dict[int, torch.Tensor] = {}
-    args, kwargs = pytree.tree_map(lambda value: _apart(value, copies), (args, kwargs))
+    args, kwargs = pytree.tree_map(lambda value: _new_leaf(value, copies), (args, kwargs))
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []):
         results = pytree.tree_leaves(call(twin, args, kwargs))
         tensors = {f"result {i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
@@ -72,7 +72,7 @@ def _run(call: Callable[..., Any], net: nn.Module, args: Any, kwargs: Any) -> tu
     return values, dict(zip(sources, gradients, strict=True))
 
 
-def _apart(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _new_leaf(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """Return a tensor as a new leaf, one for each tensor; anything else unchanged."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -67,7 +67,7 @@ class Entry:
             return self._match_watched(mode, args, kwargs, parameters)
         for fast, variant, sizes, wrt in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
-            if tensors is not None and fast.holds(tensors) and (not self.specialised or _asked(parameters, tensors) == wrt):
+            if tensors is not None and fast.holds(tensors) and (not self.specialised or _needed_gradients(parameters, tensors) == wrt):
                 variant.check_ambient()
                 return MatchedCall(variant, tensors, tensors, sizes)
         return self._match_slowly(mode, args, kwargs, parameters)
@@ -102,7 +102,7 @@ class Entry:
             except InputError as error:
                 failures.append((variant, error))
                 continue
-            wrt = _asked(parameters, matched.given)
+            wrt = _needed_gradients(parameters, matched.given)
             if self.specialised and not wrt <= variant.covered:
                 partial_match = matched  # the last one is the largest
                 continue
@@ -143,7 +143,7 @@ class Entry:
         tensor_values.write([(own[name], tensors[name]) for name in own if name in tensors])
 
 
-def _asked(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
+def _needed_gradients(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
     """Return the tensors that a call needs gradients of, as the manifest names them; empty if gradients are not recorded."""
     return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
 

@@ -32,12 +32,13 @@ class BoundState:
         """The index and the target name of each distinct tensor."""
         self._ties = [(i, keys.index(key)) for i, key in enumerate(keys) if not self.owned[i]]
         self._fixed = dict(fixed)
-        self._looks: list[_Look] = []  # all at the same addresses, the latest first; replaced as a whole, because threads may call concurrently
+        # All guards are of the same addresses, the latest first. The list is replaced as a whole, because threads may call concurrently.
+        self._guards: list[_StateGuard] = []
 
     def copy(self) -> BoundState:
         """Return an unbound copy of the contract."""
         out = copy.copy(self)
-        out._looks = []
+        out._guards = []
         return out
 
     def refresh(self, current: Sequence[torch.Tensor]) -> Binding:
@@ -48,26 +49,26 @@ class BoundState:
             for tensor, (name, _, spec) in zip(current, self._weights, strict=True):
                 check_weight(name, tensor, spec, self._device)
             raise
-        guards = self._looks
+        guards = self._guards
         same_memory = bool(guards) and addresses == guards[0].binding[1] and not guards[0].storages.resized()
         if same_memory:
             for guard in guards:
-                if self._look_the_same(current, guard):
+                if self._matches(current, guard):
                     if guard is not guards[0]:
-                        self._looks = [guard, *(other for other in guards if other is not guard)]
+                        self._guards = [guard, *(other for other in guards if other is not guard)]
                     return guard.binding
         tensors = self.check(current)
         own = [t for t, owned in zip(current, self.owned, strict=True) if owned]
         requires_grad = self._requiring(current)
         # New memory may lie at the address of resized memory, which the libraries still hold: bind them to the new tensors.
-        guard = _Look(Fast(own), (tensors, guards[0].binding[1] if same_memory else addresses), HeldStorages(own))
+        guard = _StateGuard(Fast(own), (tensors, guards[0].binding[1] if same_memory else addresses), HeldStorages(own))
         guard.asked = requires_grad if requires_grad == self._requiring(current) else None  # another thread may set requires_grad meanwhile
-        self._looks = [guard, *guards[: _MAX_LOOKS - 1]] if same_memory else [guard]
+        self._guards = [guard, *guards[: _MAX_LOOKS - 1]] if same_memory else [guard]
         return guard.binding
 
     def asked(self, binding: Binding) -> list[int] | None:
         """Return the indices of the distinct tensors that require grad under that binding of :meth:`refresh`, or None if unknown."""
-        return next((guard.asked for guard in self._looks if guard.binding is binding), None)
+        return next((guard.asked for guard in self._guards if guard.binding is binding), None)
 
     def check(self, current: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return ``current`` and the constants by weight key. Raise :class:`WeightsError` if libraries cannot be bound to them."""
@@ -89,7 +90,7 @@ class BoundState:
     def _requiring(self, current: Sequence[torch.Tensor]) -> list[int]:
         return [i for i, _ in self.wrt if current[i].requires_grad]
 
-    def _look_the_same(self, current: Sequence[torch.Tensor], guard: _Look) -> bool:
+    def _matches(self, current: Sequence[torch.Tensor], guard: _StateGuard) -> bool:
         """Return whether ``current`` matches ``guard``. The check is in C, except for ties: later names must hold the same object as the first (the C
         check takes no tensor twice). ``current`` has the bound addresses, so objects that passed last are not nested tensors."""
         ids = list(map(id, current))
@@ -109,7 +110,7 @@ _MAX_LOOKS = 4
 """Kept per set of addresses, for example for parameters that a script freezes and thaws in each step."""
 
 
-class _Look:
+class _StateGuard:
     """The metadata of a binding's tensors. ``ids``: ids of the objects that last passed as plain tensors. Each has its own binding, with the same
     addresses, so that data that depends on the metadata can be kept by binding."""
 

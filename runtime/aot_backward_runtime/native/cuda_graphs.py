@@ -140,7 +140,7 @@ class Graphs:
         self.report.plain[reason] += 1
 
 
-class _At:
+class _ShapeGraphs:
     """The graphs of one library at one list of shapes."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class GraphedLibrary(Library):
     def __init__(self, inner: Library, graphs: Graphs):
         super().__init__(inner.path, inner.spec, inner.device)
         self.inner, self._graphs = inner, graphs
-        self._at: dict[tuple[torch.Size, ...], _At] = {}
+        self._at: dict[tuple[torch.Size, ...], _ShapeGraphs] = {}
         self._ran: set[tuple[torch.Size, ...]] = set()  # shapes of backwards that have run without a graph
         self._generation = 0  # incremented when the constants move
         self._failed = 0
@@ -213,9 +213,9 @@ class GraphedLibrary(Library):
             forward = pooled.graph
             slot = forward.backward_graphs.get(self)
             if slot is None or slot.generation != self._generation:
-                slot = forward.backward_graphs[self] = _At()
+                slot = forward.backward_graphs[self] = _ShapeGraphs()
                 slot.generation, slot.warm = self._generation, _shapes(inputs) in self._ran
-            graph = self._at_hand(slot, inputs, forward=forward)
+            graph = self._replayable(slot, inputs, forward=forward)
             if graph is not None and not graph.reads_from(inputs):
                 self._graphs.plain("retain_graph=True, and the backward overwrites tensors that it reads")
                 graph = None
@@ -235,10 +235,12 @@ class GraphedLibrary(Library):
                 return None
             if len(self._at) >= 16 * SHAPES:  # most came only once
                 self._at = {k: other for k, other in self._at.items() if other.graphs}
-            slot = self._at[key] = _At()
-        return self._at_hand(slot, inputs, pooled)
+            slot = self._at[key] = _ShapeGraphs()
+        return self._replayable(slot, inputs, pooled)
 
-    def _at_hand(self, slot: _At, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None) -> CapturedGraph | None:
+    def _replayable(
+        self, slot: _ShapeGraphs, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None
+    ) -> CapturedGraph | None:
         """Return a graph that may be replayed now, captured if necessary. If there is none, count the reason and return None. ``forward``: the graph
         that made the outputs that a backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
@@ -257,7 +259,7 @@ class GraphedLibrary(Library):
             return None
         return graph or self._captured(slot, inputs, pooled, forward)
 
-    def _captured(self, slot: _At, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
+    def _captured(self, slot: _ShapeGraphs, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)

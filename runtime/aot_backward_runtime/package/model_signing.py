@@ -77,7 +77,7 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
 
 def make(digest: str, name: str, key: PrivateKey) -> bytes:
     """Return the signature of bytes with that SHA-256. ``name`` is for readers and is not compared."""
-    config = signing.Config().set_hashing_config(_Known(digest, name))
+    config = signing.Config().set_hashing_config(_KnownDigest(digest, name))
     with _handed(key.pem) as private, _handed(b"") as out:
         config.use_elliptic_key_signer(private_key=private, password=key.password)  # type: ignore[arg-type] # annotated as str, but passes bytes on
         config.sign(name, out)
@@ -91,7 +91,7 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
     signer = _signer(signature)
     if signer != key.fingerprint:
         raise ValueError(f"is by another key: its fingerprint is {signer}, expected {key.fingerprint}; load with the public key of the signer")
-    config = _Known(digest, "package")
+    config = _KnownDigest(digest, "package")
     with _handed(key.pem) as public, _handed(signature) as file:
         try:
             verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(config).verify("package", file)
@@ -117,7 +117,7 @@ class _Compared(Manifest):
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Known(hashing.Config):
+class _KnownDigest(hashing.Config):
     """A hashing config that returns known digests, because the file at a path may have changed since it was hashed."""
 
     def __init__(self, digest: str, name: str):

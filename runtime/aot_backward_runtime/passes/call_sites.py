@@ -28,7 +28,7 @@ _MAX_PLACES = 1024
 
 
 @dataclass
-class _Seen:
+class _Outcomes:
     """The outcomes at one call site."""
 
     in_a_row: int = 0  # passes that were not served
@@ -46,7 +46,7 @@ class CallSites:
     """The call sites of unserved passes."""
 
     def __init__(self) -> None:
-        self._seen: dict[Place, _Seen] = {}
+        self._seen: dict[Place, _Outcomes] = {}
         self._random = random.Random(0)  # noqa: S311
 
     def is_unserved(self, roots: Sequence[Any]) -> bool:
@@ -69,7 +69,7 @@ class CallSites:
         if record is None:
             if served or len(self._seen) >= _MAX_PLACES:
                 return
-            record = self._seen[place] = _Seen()
+            record = self._seen[place] = _Outcomes()
         record.note(served)
 
 

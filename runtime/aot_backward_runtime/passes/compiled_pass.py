@@ -110,7 +110,7 @@ class _Call:
 
     def __call__(self, run: Run, match: Match, missed: Missed) -> None:
         try:
-            inputs = self._given(run, match)
+            inputs = self._inputs(run, match)
         except InputError as error:
             missed(f"after Python code of the pass ran: {error}")
             for op in self.ops:
@@ -122,7 +122,7 @@ class _Call:
         for number in self.segment.undefined:
             run.values[number] = None
 
-    def _given(self, run: Run, match: Match) -> list[torch.Tensor]:
+    def _inputs(self, run: Run, match: Match) -> list[torch.Tensor]:
         """Return the inputs. Check tensors again if Python code returned them or may have changed them since the match."""
         if self.after_python:
             for kind, where in self.operands:

@@ -118,7 +118,7 @@ def _read(function: Any, own: frozenset[str]) -> Iterator[str]:
         for step in dis.get_instructions(code):
             if step.opname in _WRITES:
                 raise _Unplain
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval not in own and not _known(step.argval):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval not in own and not _is_allowed(step.argval):
                 raise _Unplain
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 yield _global(step.argval, function.__globals__)
@@ -137,7 +137,7 @@ def _global(name: str, names: dict[str, Any]) -> str:
 
 
 @cache
-def _known(name: str) -> bool:
+def _is_allowed(name: str) -> bool:
     """Return whether an attribute of that name is allowed: a pure torch operator, a dtype, or one of the names above."""
     if name in _STRUCTURE or isinstance(getattr(torch, name, None), torch.dtype):
         return True

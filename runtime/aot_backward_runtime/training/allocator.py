@@ -27,7 +27,7 @@ _state = {"keeps": False, "frees": False}  # whether a step has called keep(), a
 def keep(size: int) -> bool:
     """Make the process keep up to 1 GiB of freed memory for its next allocation, if ``size``, the bytes freed by each call, is large. Return
     whether it was done. It is not done if the user has set malloc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``)."""
-    if size < _LARGE or _chosen():
+    if size < _LARGE or _is_configured():
         return False
     _state["keeps"] = True
     return _state["frees"] or _put(_NEVER, _NEVER)
@@ -38,7 +38,7 @@ def freed_at_once(size: int) -> Iterator[None]:
     """Return each block of a megabyte or more to the system as soon as it is freed, inside the context, if ``size``, the bytes of a model's
     weights, is large and the user has not set malloc's thresholds. Afterwards the thresholds are those of any process that once freed 32 MB, or
     :func:`keep`'s."""
-    if size < _LARGE_MODEL or _chosen() or _state["frees"] or not _put(_LARGE, _LARGE_BLOCK):
+    if size < _LARGE_MODEL or _is_configured() or _state["frees"] or not _put(_LARGE, _LARGE_BLOCK):
         yield
         return
     _state["frees"] = True
@@ -50,7 +50,7 @@ def freed_at_once(size: int) -> Iterator[None]:
         _libc().malloc_trim(0)
 
 
-def _chosen() -> bool:
+def _is_configured() -> bool:
     return any(name in os.environ for name in _SETTINGS) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
 
 

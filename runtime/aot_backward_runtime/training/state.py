@@ -49,7 +49,7 @@ class TrainingState:
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
         """Tensors of the loss function, which eager's two dicts do not have."""
-        self.initial = [_kept(t.detach()) for *_, t in self.slots] if spec.fresh else None
+        self.initial = [_copy(t.detach()) for *_, t in self.slots] if spec.fresh else None
         """The slots before the optimizer's first step; None if the export was in the middle of a training."""
         self.gradients: dict[str, torch.Tensor] = {g.parameter: others[g.state] for g in spec.gradients}
         for s in spec.state:
@@ -185,7 +185,7 @@ class Change:
     scaler: Mapping[str, Any] | None
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy. If all elements are equal, as in moments before the first step, return that number, expanded."""
     if tensor.numel() and tensor.is_floating_point():
         low, high = torch.aminmax(tensor)
