@@ -22,7 +22,8 @@ from ..capture.shapes.symbolic_shapes import Sizes
 from .example_sizes import Example, resized, resized_to
 
 _SIZES_TRIED = 3
-"""How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values."""
+"""How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values.
+The number is a guess."""
 
 
 def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> None:

@@ -46,7 +46,7 @@ from .tolerance import (
     norm,
 )
 
-_FAR = 1e-2  # if eager differs from float64 by more than this, float64 computed something else and is not used as the reference
+_FAR = 1e-2  # if eager differs from float64 by more than this, float64 computed something else and is not used as the reference; a guess
 
 
 @dataclass(frozen=True)

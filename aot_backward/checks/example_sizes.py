@@ -15,7 +15,8 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec, Variant
 from aot_backward_runtime.native.guards import Contract, dtype_of
 
 SEED = 20
-"""Seed of the random numbers that a program draws while it is checked, and that the checks draw."""
+"""Seed of the random numbers that a program draws while it is checked, and that the checks draw. docs/format.md (section 2) fixes it: sketches depend
+on it."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from .speed import Timed
 from .stopwatch import Call
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-_CALLS_PROFILED = 10
-_KERNELS_SHOWN = 3
+_CALLS_PROFILED = 10  # of which the fastest is reported: noise only adds time; a guess
+_KERNELS_SHOWN = 3  # keeps the message short; a guess
 _FUSED = re.compile(r"^(?:graph_\d+_)?(?:cpp|triton)_[a-z]*?_?fused_(.*?)(?:_\d+)?$")
 _CALLED = re.compile(r"^aoti_torch_[a-z]+_(?:_?mkl_|_?mkldnn_)?(.*?)(?:_out)?$")
 

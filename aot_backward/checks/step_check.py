@@ -35,7 +35,7 @@ from ..capture.step.optimizer_spec import Settings
 from . import stored_results
 from .example_sizes import SEED, Example, Sized
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .stored_results import LARGE, Stored, sketch
+from .stored_results import MAX_WHOLE_BYTES, Stored, sketch
 from .tolerance import (
     Comparison,
     Reference,
@@ -50,8 +50,8 @@ from .tolerance import (
     pieces,
 )
 
-STEPS = 3
-_PROBES = 4
+STEPS = 3  # stored and repeated by verify: docs/format.md (section 5) fixes it
+_PROBES = 4  # projections of a change that are stored: docs/format.md (section 5) fixes it
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _results(losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradi
 
 def _is_large(name: str, tensor: torch.Tensor) -> bool:
     """Return whether to keep a sketch. The limit is a number of elements, because float64 is compared with float32."""
-    return tensor.is_floating_point() and tensor.numel() > LARGE // 4
+    return tensor.is_floating_point() and tensor.numel() > MAX_WHOLE_BYTES // 4
 
 
 def _never(name: str, tensor: torch.Tensor) -> bool:

@@ -15,9 +15,9 @@ import torch
 
 Call = Callable[[], object]
 
-_SAMPLE = 200e-6  # seconds
-_LOAD_SAMPLES = 7
-_ROUNDS = 3, 60  # minimum, even if they take longer than allowed; maximum
+_SAMPLE = 200e-6  # seconds; shorter calls are repeated, so that reading the clock counts little; a guess
+_LOAD_SAMPLES = 7  # each waits 10 ms; the median is used; a guess
+_ROUNDS = 3, 60  # minimum, even if they take longer than allowed; maximum; guesses
 
 
 def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None, *, sample: float = _SAMPLE) -> dict[str, float]:

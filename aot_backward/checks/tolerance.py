@@ -33,9 +33,10 @@ from aot_backward_runtime.errors import ExportError
 
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
-"""‖a − e‖ / ‖e‖ allowed if the reference is eager itself."""
+"""‖a − e‖ / ‖e‖ allowed if the reference is eager itself: both are rounded, each in its own order. The values are guesses;
+docs/checks.md documents them."""
 
-_PIECE = 1 << 20  # elements
+_PIECE = 1 << 20  # elements in double precision at a time: bounds the memory of a comparison; a guess
 
 Results = TypeVar("Results")
 

@@ -23,7 +23,7 @@ from aot_backward_runtime.training.step import LoadedStep
 from ..tensor_file import read_tensors
 
 BATCH = 32
-"""The size of a batch where the package leaves it open."""
+"""The size of a batch where the package leaves it open. A guess, documented in docs/training.md."""
 
 
 @dataclass(frozen=True)

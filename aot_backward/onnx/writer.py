@@ -13,9 +13,9 @@ from aot_backward_exporters.onnx.model import Translated, element_type, numpy_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 
-LARGE = 64 << 20
-"""Weights with more bytes in all are stored outside the models."""
-_ALIGNMENT = 4096  # of each tensor in the file of weights, so that the file can be mapped
+_MAX_EMBEDDED_BYTES = 64 << 20
+"""Weights with more bytes in all are stored outside the models. A guess, far below protobuf's limit of 2 GiB. docs/onnx.md documents it."""
+_ALIGNMENT = 4096  # bytes, a page; each tensor in the file of weights begins at a multiple, so that the file can be mapped
 
 
 def write(models: Mapping[Path, Translated], data: Path, external: bool | None) -> Path | None:
@@ -25,7 +25,7 @@ def write(models: Mapping[Path, Translated], data: Path, external: bool | None) 
     """
     tensors = {_key(t, name): tensor for t in models.values() for name, tensor in _values(t).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    outside = external if external is not None else size > LARGE
+    outside = external if external is not None else size > _MAX_EMBEDDED_BYTES
     try:
         places: dict[str, tuple[int, int]] = {}
         if outside:

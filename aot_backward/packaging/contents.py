@@ -29,7 +29,8 @@ from ..checks.stored_results import Stored
 from .package_writer import library_spec, stem_of, stems_of
 
 _DECOMPOSED = 3
-"""How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it lacks."""
+"""How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it lacks.
+The number is a guess."""
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
 """Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors that ``verify``
 needs, and the size to set to 0 if only that is compared."""

@@ -18,7 +18,7 @@ from .contents import Contents
 log = logging.getLogger("aot_backward")
 
 _SINGLE_TRIES = 10
-"""The most compilations if an operator's eager kernel cannot be called: each operator is then tried alone."""
+"""The most compilations if an operator's eager kernel cannot be called: each operator is then tried alone. A guess."""
 _TRIES = 30
 """The most compilations of one search. Each takes seconds. Seven operators with one at fault took six."""
 

@@ -42,7 +42,7 @@ from .consistency import check_consistent
 TOP = "package"
 LIBRARY_FOLDER = "data/aotinductor"
 GRAPH_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes read at a time: bounds memory; a guess
 _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\n", "byteorder": b"little"}
 
 

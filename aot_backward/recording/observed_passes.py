@@ -21,9 +21,9 @@ from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
 from .timed_passes import TimedPasses
 
-_MAX_KINDS = 8  # maximum kinds of passes (Observation.kind) of one structure with kept values: as many as variants are compiled of it
-_MAX_OBSERVATIONS = 1024  # different passes of one structure; a size that is the same in all of them stays static
-_TIMES_SEEN = 3  # times that a pass must be seen to count as frequent
+_MAX_PASS_KINDS = 8  # maximum kinds of passes (Observation.kind) of one structure with kept values: as many as variants are compiled of it
+_MAX_OBSERVATIONS = 1024  # different passes of one structure, to bound memory; a guess. A size that is the same in all of them stays static
+_TIMES_SEEN = 3  # times that a pass must be seen to count as frequent; a guess
 
 
 class ObservedPasses:
@@ -94,7 +94,7 @@ class ObservedPasses:
         kind = observation.kind()
         examples = (
             recorded_structure.examples.setdefault(kind, [])
-            if len(recorded_structure.examples) < _MAX_KINDS or kind in recorded_structure.examples
+            if len(recorded_structure.examples) < _MAX_PASS_KINDS or kind in recorded_structure.examples
             else None
         )
         if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded_structure.observations):

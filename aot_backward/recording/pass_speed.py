@@ -33,7 +33,7 @@ from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
-_MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager
+_MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
 TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 log = logging.getLogger("aot_backward")
 

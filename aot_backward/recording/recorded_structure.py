@@ -17,7 +17,7 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
-_TIMED = 64  # the most different passes of a structure that are timed
+_TIMED = 64  # the most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
 
 
 @dataclass

@@ -17,7 +17,7 @@ from aot_backward_runtime.errors import InputError
 from .recorded_structure import RecordedStructure
 
 T = TypeVar("T")
-_MIN_BATCH, _MAX_BATCH = 2, 16  # limits of a batch's items; in between, the number of processors
+_MIN_BATCH, _MAX_BATCH = 2, 16  # limits of a batch's items; in between, the number of processors; guesses
 MIN_SEEN = 2
 """A structure is compiled from this number of passes on. A structure that comes once is more often the end of something than the beginning."""
 

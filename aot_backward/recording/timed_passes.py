@@ -23,11 +23,13 @@ from aot_backward_runtime.passes.call_sites import Place, place_of
 from .recorded_structure import PassTimes
 
 _INTERPRETED_BEFORE, _ROW_LENGTH, _SHORT_PASS_ROW_LENGTH, _MAX_ROWS = 2, 10, 25, 10
-_MIN_TIMED, _MAX_TIMED, _SECONDS_TIMED = 20, 80, 0.05  # passes of a kind timed in eager: between these, until they fill this many seconds
-_SHORT_PASS = 1e-3  # seconds
-_NODES_LOOKED_UP = 6  # nodes
-_MAX_NODES = 20_000  # nodes
-_MAX_GRAPHS = 4096
+"""Interpreted passes before a row, passes of a row and of a row of short passes (their reason is above), and the most rows of a kind. The first and
+the last are guesses."""
+_MIN_TIMED, _MAX_TIMED, _SECONDS_TIMED = 20, 80, 0.05  # passes of a kind timed in eager: between these, until they fill this many seconds; guesses
+_SHORT_PASS = 1e-3  # seconds in eager; a guess
+_NODES_LOOKED_UP = 6  # nodes by which each call finds its row: few, because it happens at each pass; a guess
+_MAX_NODES = 20_000  # nodes by which graphs are compared: bounds the time of a comparison; a guess
+_MAX_GRAPHS = 4096  # graphs with times, and rows: bounds memory; a guess
 
 
 @dataclass

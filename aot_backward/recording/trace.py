@@ -20,8 +20,8 @@ from .partition_tape import OPAQUE, Partition, partition_tape, sparse_operations
 from .pass_graphs import TracedPartition, TraceError, assume_results, input_name, trace_partition
 from .recorded_structure import ExamplePass, RecordedStructure
 
-_MAX_VARIANTS = 8  # of one structure
-_MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences
+_MAX_VARIANTS = 8  # of one structure: bounds the time of compiling and the size of a package; a guess
+_MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences; a guess
 _PREFIX = "pass"  # of the graphs' names
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from .markup import Child, Html, element
 from .wording import size_in_words
 
-SHOWN = 12  # items of a long list before the rest is folded
+SHOWN = 12  # items of a long list before the rest is folded: keeps the page short; a guess
 
 
 def section(name: str, title: str, *children: Child) -> Html:

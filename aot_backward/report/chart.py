@@ -9,7 +9,7 @@ from .graph_views import Column, View
 from .markup import Html, element
 from .wording import size_in_words
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34  # the drawing and its margins, in units of the SVG
 
 
 def chart(view: View, number: int) -> Html:

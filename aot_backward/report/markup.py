@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _VOID = frozenset({"meta", "input", "br"})
-LONGEST = 1000  # characters of one text from a package
+LONGEST = 1000  # characters of one text from a package, which is untrusted: bounds the page; a guess
 
 
 class Html(str):

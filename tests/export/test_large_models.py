@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import aot_backward as ab
 from aot_backward.checks import eager_check, stored_results
-from aot_backward.checks.stored_results import LARGE, SUMS, compare_stored, sketch, sketched_distance, store
+from aot_backward.checks.stored_results import MAX_WHOLE_BYTES, SUMS, compare_stored, sketch, sketched_distance, store
 from aot_backward_runtime import PackageError, load
 
 from ..conftest import aot_backward
@@ -38,7 +38,7 @@ def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
 
 
 def test_what_is_stored_of_a_result() -> None:
-    large, places = torch.randn(LARGE // 4 + 1), torch.arange(LARGE // 8 + 1)
+    large, places = torch.randn(MAX_WHOLE_BYTES // 4 + 1), torch.arange(MAX_WHOLE_BYTES // 8 + 1)
     infinite = large.clone()
     infinite[3] = float("inf")
     stored: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def test_what_is_stored_of_a_result() -> None:
 
 
 class Wide(nn.Module):
-    """Weights of more than :data:`LARGE` bytes, and a small bias."""
+    """Weights of more than :data:`MAX_WHOLE_BYTES` bytes, and a small bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_verify_compares_sketches_and_says_so(package: Path, tmp_path: Path) -> 
     assert done.stdout.count("(2 large ones by a sketch)") == 2  # of the step's optimizer state, too
     members = taken_apart(package)
     examples = safetensors.torch.load(members[EXAMPLES])
-    assert len(members[EXAMPLES]) < 2 * LARGE  # the weights take 230 kB, and so would each entry's gradients
+    assert len(members[EXAMPLES]) < 2 * MAX_WHOLE_BYTES  # the weights take 230 kB, and so would each entry's gradients
     for name in ("loss/0/sketch/gradient of first.weight", "fit/0/sketch/parameter first.weight"):
         assert name in examples, sorted(examples)
         spoilt = examples[name].clone()

@@ -19,7 +19,7 @@ from aot_backward_runtime.format.manifest import Shared
 
 from .symbolic_shapes import Sizes, expression_of, write
 
-_MAX_ELEMENTS = 1 << 24  # the largest memory that is checked element by element
+_MAX_ELEMENTS = 1 << 24  # the largest memory that is checked element by element, with a byte for each: bounds it to 16 MiB; a guess
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..trace_environment import decompositions
 
 FIRST_NUMBER = 2
 """The vector begins with two flags: whether gradients are added to the accumulated ones or replace them, and whether the optimizer has no state
-yet."""
+yet. docs/format.md (section 5) fixes it."""
 LOW = (torch.bfloat16, torch.float16)
 
 

@@ -11,7 +11,7 @@ from .tables import count
 if TYPE_CHECKING:
     from ...recording.record import Recording
 
-_REASONS_SHOWN = 5  # reasons
+_REASONS_SHOWN = 5  # reasons of each list: keeps the report short, and --json has all; a guess
 
 
 def to_json(session: Recording) -> dict[str, Any]:

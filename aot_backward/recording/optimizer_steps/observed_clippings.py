@@ -11,7 +11,7 @@ import torch
 from aot_backward_runtime.errors import InputError
 from aot_backward_runtime.optimizer_steps.compiled_clipping import Kind, refuse_unsupported
 
-_MAX_KINDS = 32  # the most kinds that are kept
+_MAX_CLIPPING_KINDS = 32  # the most kinds, and refusals, that are kept: bounds the memory of their gradients; a guess
 
 
 @dataclass
@@ -48,11 +48,11 @@ class ObservedClippings:
             for gradient in gradients:
                 _refuse_odd(gradient)
         except InputError as error:
-            if len(self.refused) < _MAX_KINDS:
+            if len(self.refused) < _MAX_CLIPPING_KINDS:
                 self.refused[f"{kind[0]} called at {line}"] = str(error)
             return
         key = (kind, *((str(g.dtype), tuple(g.shape), g.stride()) for g in gradients))
-        if key not in self.kinds and len(self.kinds) >= _MAX_KINDS:
+        if key not in self.kinds and len(self.kinds) >= _MAX_CLIPPING_KINDS:
             return
         clipping = self.kinds.setdefault(key, ObservedClipping(kind, line))
         clipping.count += 1

@@ -23,8 +23,8 @@ from aot_backward_runtime.training.param_groups import plain
 from ...capture.step.optimizer_spec import duplicate
 from .observed_clippings import ObservedClippings
 
-_MAX_KINDS = 32  # kinds of steps that are kept
-_FIRST_STEPS, _EVERY_STEPS = 16, 64  # inspect each of an optimizer's first steps, then one in this many
+_MAX_STEP_KINDS = 32  # the most kinds, and refusals, that are kept: bounds the memory of copied optimizers; a guess
+_FIRST_STEPS, _EVERY_STEPS = 16, 64  # inspect each of an optimizer's first steps, then one in this many, to save time; guesses
 
 
 @dataclass
@@ -73,13 +73,13 @@ class ObservedSteps:
         try:
             key = _step_key(optimizer)
         except (InputError, TypeError, ValueError) as error:
-            if len(self.refused) < _MAX_KINDS:
+            if len(self.refused) < _MAX_STEP_KINDS:
                 self.refused[f"{type(optimizer).__qualname__}, step called at {line}"] = str(error)
             return
         if key is None:
             return
         digest = hashlib.sha256(key.encode()).hexdigest()
-        if digest not in self.kinds and len(self.kinds) >= _MAX_KINDS:
+        if digest not in self.kinds and len(self.kinds) >= _MAX_STEP_KINDS:
             return
         kind = self.kinds.setdefault(digest, ObservedStep(name_of(type(optimizer)), line=line))
         kind.count += 1

@@ -24,7 +24,7 @@ from ...checks.tolerance import Tolerance, compare, norm
 from .in_place_graph import in_place_graph, timed
 from .observed_clippings import ObservedClipping
 
-_NORM_EPSILON = 1e-6  # eager adds this to the norm
+_NORM_EPSILON = 1e-6  # eager adds this to the norm (torch/nn/utils/clip_grad.py)
 
 
 class TracedClipping:

@@ -25,7 +25,7 @@ from ...checks.tolerance import Tolerance, compare
 from .in_place_graph import in_place_graph, timed
 from .observed_steps import ObservedStep, copied
 
-_STEPS_COMPARED = 3  # steps that are compared
+_STEPS_COMPARED = 3  # steps that are compared, as many as of an exported step (checks/step_check.py)
 
 
 class TracedStep:

@@ -32,7 +32,7 @@ _CHECKS = {
     aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default, aten._linalg_check_errors.default,
 }  # fmt: skip
 """Operators that only raise. An ONNX graph cannot raise."""
-_PARAMETERS_NAMED = 3  # parameters in a message
+_PARAMETERS_NAMED = 3  # parameters in a message: keeps it short; a guess
 
 
 @dataclass(frozen=True)

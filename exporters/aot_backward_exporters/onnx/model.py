@@ -33,7 +33,7 @@ from .lowering import Lowered, located, lower
 
 OPSET = 18
 IR_VERSION = 8
-"""The oldest IR version for that opset."""
+"""The oldest opset that torchlib supports, and the oldest IR version for it."""
 
 
 @dataclass(frozen=True)

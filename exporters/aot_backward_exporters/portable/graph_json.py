@@ -27,7 +27,7 @@ from .. import sixteen_bits, torch_api
 from ..graph import EAGER_KERNEL, LINE, ROUNDED, Graph, Line
 from ..process_state import without_convolution_libraries
 
-VERSION = 1
+_FORMAT_VERSION = 1
 """Version of this JSON format. 1: 2026-11-21, the first."""
 
 _ARITHMETIC = ("add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", "le", "lshift", "lt", "mod", "mul", "ne", "neg", "not_", "or_", "pos",
@@ -49,7 +49,7 @@ def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> byte
 
     Raise :class:`ExportError` for a part that has no JSON form."""
     form = {
-        "version": VERSION,
+        "version": _FORMAT_VERSION,
         **graph_to_json(graph.module, {name: key for name, (key, _) in graph.constants.items()}, spell),
         "donated": list(graph.donated),
         "sizes": dict(sizes),
@@ -66,8 +66,8 @@ def form_of(data: bytes, name: str) -> dict[str, Any]:
     lists = ("nodes", "names", "looks", "places", "lines")
     if not isinstance(form, dict) or not all(isinstance(form.get(key), list) for key in lists):
         raise PackageError(f"the portable graph {name} is not an object with the lists {', '.join(lists)}")
-    if form.get("version") != VERSION:
-        raise PackageError(f"the portable graph {name}: expected version {VERSION}, got {form.get('version')!r}")
+    if form.get("version") != _FORMAT_VERSION:
+        raise PackageError(f"the portable graph {name}: expected version {_FORMAT_VERSION}, got {form.get('version')!r}")
     if {len(form[key]) for key in lists[:4]} != {len(form["nodes"])}:
         raise PackageError(f"the portable graph {name} has {len(form['nodes'])} nodes, and a different number of names, looks or places")
     return form

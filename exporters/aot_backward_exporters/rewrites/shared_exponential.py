@@ -18,8 +18,9 @@ from . import graph_edit
 
 aten = torch.ops.aten
 P = 0.3275911
-COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-"""Coefficients of t⁰, t¹, … in P(t)."""
+"""p of the formula above."""
+_ERF_COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+"""Coefficients of t⁰, t¹, … in its P(t)."""
 
 
 def by_one(module: GraphModule, fake_mode: Any) -> None:
@@ -73,8 +74,8 @@ def _erf(graph: Graph, x: Any, power: Node) -> Node:
     call = functools.partial(graph_edit.call, graph)
     size = call(aten.abs.default, x)
     t = call(aten.reciprocal.default, call(aten.add.Tensor, call(aten.mul.Tensor, size, P), 1))
-    series: Any = COEFFICIENTS[-1]
-    for coefficient in COEFFICIENTS[-2::-1]:
+    series: Any = _ERF_COEFFICIENTS[-1]
+    for coefficient in _ERF_COEFFICIENTS[-2::-1]:
         series = call(aten.add.Tensor, call(aten.mul.Tensor, t, series), coefficient)
     erfc = call(aten.mul.Tensor, call(aten.mul.Tensor, t, series), power)
     return call(aten.copysign.Tensor, call(aten.add.Tensor, call(aten.neg.default, erfc), 1), x)

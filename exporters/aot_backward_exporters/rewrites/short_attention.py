@@ -22,7 +22,7 @@ LENGTH = 32
 by the kernel: 0.44 with 8 positions, 0.67 with 16, 0.58 with 24, 0.71 with 32, 1.10 with 64 (products with AVX2, the kernel with AVX-512)."""
 VECTOR = 16
 """A forward alone gains if the kernel's softmax does not fill whole vectors: 0.53 with 8 positions, 0.64 with 24, but 0.90 with 16, 1.16 with 32."""
-NUMBERS = 256
+_MAX_KEY_NUMBERS = 256
 """Maximum numbers in a head's keys if forward and backward are separate graphs: the backward computes the softmax again. Module's backwards took
 0.82 with 96 numbers, 0.85 with 128, 1.01 with 256, 1.06 with 384."""
 _FORWARD, _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -66,7 +66,7 @@ def _has_backward(node: Node, args: dict[str, Any]) -> bool:
 
 def _pays_alone(node: Node, args: dict[str, Any]) -> bool:
     length, depth = args["key"].meta["val"].shape[2:]
-    is_small = torch_api.statically_known_true(length * depth < NUMBERS)
+    is_small = torch_api.statically_known_true(length * depth < _MAX_KEY_NUMBERS)
     return bool(is_small or (node.target is _FORWARD and type(length) is int and length % VECTOR != 0))
 
 

@@ -23,7 +23,7 @@ from . import convolution_products as products
 from .graph_edit import arguments
 
 aten = torch.ops.aten
-NUMBERS = 256 << 10
+_MAX_WINDOW_NUMBERS = 256 << 10
 """Maximum numbers in the windows of the input; if the input's gradient is needed, too, the mean of these and of the windows of the incoming
 gradient. With half as many a convolution and its gradients take 0.2 to 0.8 of the kernel's time (two threads: 0.2 to 0.9), with as many 0.3 to 1.0,
 with half more 0.5 to 1.2."""
@@ -74,7 +74,7 @@ def _most_rows(args: dict[str, Any]) -> float:
     of_input = math.prod(kernel) * channels * math.prod(_shape(args).places(sizes))
     of_grad = math.prod(kernel) * out * math.prod(sizes)
     wants_input = "output_mask" in args and args["output_mask"][0]
-    max_rows = 2 * NUMBERS // (of_input + of_grad) if wants_input else NUMBERS // of_input
+    max_rows = 2 * _MAX_WINDOW_NUMBERS // (of_input + of_grad) if wants_input else _MAX_WINDOW_NUMBERS // of_input
     if at_most(rows) <= max_rows:
         return math.inf
     return max_rows if hint(rows) <= max_rows else 0

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 SMALL = 0.7
 """Below this, 1 - 2 / (exp(2x) + 1) would cancel, so the polynomial is used."""
 
-COEFFICIENTS = (
+_TANH_COEFFICIENTS = (
     float.fromhex("-0x1.5554f6p-2"),
     float.fromhex("0x1.10faeep-3"),
     float.fromhex("-0x1.b6c110p-5"),
@@ -51,8 +51,8 @@ def _tanh(graph: Graph, operand: Any, dtype: torch.dtype) -> Node:
     x = converted(operand, torch.float32)
     size = call(aten.abs.default, x)
     square = call(aten.mul.Tensor, size, size)
-    series: Any = COEFFICIENTS[-1]
-    for coefficient in COEFFICIENTS[-2::-1]:
+    series: Any = _TANH_COEFFICIENTS[-1]
+    for coefficient in _TANH_COEFFICIENTS[-2::-1]:
         series = call(aten.add.Tensor, call(aten.mul.Tensor, square, series), coefficient)
     small = call(aten.add.Tensor, size, call(aten.mul.Tensor, size, call(aten.mul.Tensor, square, series)))
     power = call(aten.add.Tensor, call(aten.exp.default, call(aten.add.Tensor, size, size)), 1)

@@ -23,10 +23,10 @@ from typing import Any
 
 from aot_backward_runtime.errors import ExportError
 
-LARGEST = 2 << 30  # bytes below compiled/, and below objects/; the least recently used are deleted first
+LARGEST = 2 << 30  # bytes below compiled/, and below objects/; the least recently used are deleted first; a guess
 MOST_SHARED = 12  # folders below shared/, up to 150 MB each; a torch, a compiler and a set of flags need three
 
-_ABANDONED = 24 * 3600  # seconds
+_ABANDONED = 24 * 3600  # seconds; an older unfinished folder counts as that of a killed process; a guess
 OBJECT = "file.o"
 _ENTRY = "entry"  # a line of checksum, then JSON
 _FILES = ("library", "metadata", "extern")

@@ -32,7 +32,7 @@ _UNUSED = "-ltorch"
 """A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the linker would keep the
 dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
-_LINES_SHOWN = 15  # the last lines of a failing compiler's output
+_LINES_SHOWN = 15  # the last lines of a failing compiler's output: keeps the message short; a guess
 
 
 class CompilerFailed(ExportError):

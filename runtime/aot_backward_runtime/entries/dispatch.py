@@ -19,7 +19,7 @@ from ..native.pytree import Types, signature
 from ..native.variant import Variant
 
 _MAX_SIGNATURES = 8  # signatures with a fast check; each adds one failing check to calls of later ones
-_RESOLVED = 1024  # signatures with a known variant
+_RESOLVED = 1024  # signatures with a known variant: bounds their memory; further ones try the variants in order. A guess
 
 
 class MatchedCall:

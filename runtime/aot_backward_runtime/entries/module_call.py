@@ -55,7 +55,7 @@ def _bound_call(
     return matched, binding, runnable
 
 
-_MAX_CALLS = 32
+_MAX_CALLS = 32  # known calls per set of addresses: bounds the bindings and sizes that they keep alive; a guess
 
 
 class KnownCalls(dict[tuple[int, int], "_KnownSources"]):

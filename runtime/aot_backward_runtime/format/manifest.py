@@ -36,8 +36,8 @@ MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
 WEIGHTS_MEMBER = f"{FOLDER}/weights.safetensors"
 EXAMPLES_MEMBER = f"{FOLDER}/examples.safetensors"
 GRAPH_FOLDER = f"{FOLDER}/graphs"
-LARGEST_MANIFEST = 64 << 20  # bytes
-DEEPEST = 64  # nesting of trees and of JSON
+LARGEST_MANIFEST = 64 << 20  # bytes, by docs/format.md; bounds the memory for parsing
+DEEPEST = 64  # nesting of trees and of JSON, by docs/format.md; bounds recursion
 
 Size = int | str
 """A dimension or a stride in elements: a number, or an expression in the variant's symbols (see ``expressions.py``)."""

@@ -107,7 +107,8 @@ class BoundState:
 
 
 _MAX_LOOKS = 4
-"""Kept per set of addresses, for example for parameters that a script freezes and thaws in each step."""
+"""Guards kept per set of addresses, for example for parameters that a script freezes and thaws in each step: full checks cost 0.2 to 0.3 ms a call.
+The number is a guess."""
 
 
 class _StateGuard:

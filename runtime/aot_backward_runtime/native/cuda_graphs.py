@@ -27,9 +27,9 @@ from .captured_graph import CapturedGraph, PooledOutputs, static_input
 from .cuda_library import capturing
 from .library import Binding, Library
 
-SHAPES = 64  # lists of shapes of one library that have graphs
-WAITING = 4  # forwards of one list of shapes that may wait for their backward
-TRIES = 2  # failed captures of a library before it is no longer captured
+SHAPES = 64  # lists of shapes of one library that have graphs: bounds GPU memory, because each graph keeps its inputs and outputs; a guess
+WAITING = 4  # forwards of one list of shapes that may wait for their backward: each has its own memory pool; a guess
+TRIES = 2  # failed captures of a library before it is no longer captured; a guess
 
 WARM_UP = "the first call at its shapes"
 _CAPTURE = threading.RLock()  # torch.cuda.graph allows one capture at a time per process

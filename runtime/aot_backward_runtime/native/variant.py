@@ -15,7 +15,7 @@ from .library import Library
 from .plan import ROLES, Runnable
 from .pytree import arguments, flatten
 
-_MAX_TARGET_SETS = 256  # sets of gradient targets that are kept
+_MAX_TARGET_SETS = 256  # sets of gradient targets that are kept: bounds the memory of a script that freezes parameters at random; a guess
 
 
 class Variant:

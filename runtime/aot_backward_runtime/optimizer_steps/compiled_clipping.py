@@ -18,7 +18,7 @@ NORM, VALUE = "clip_grad_norm_", "clip_grad_value_"
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 
-_MAX_VECTORS = 1_000  # vectors of numbers that are kept
+_MAX_VECTORS = 1_000  # vectors of numbers that are kept: bounds the memory of a script that changes the limit in each call; a guess
 
 
 class CompiledClipping:

@@ -11,7 +11,7 @@ Does = str | tuple[str, str]
 """An optimizer class by its full name, or a clipping function with its ``norm_type``."""
 
 _UNFIT = InputError, LookupError, TypeError, ValueError  # the last three: an option is missing or is not a number; eager reports it
-_MAX_WAIT = 64  # calls that skip the search after one did not fit
+_MAX_WAIT = 64  # calls that skip the search after one did not fit: bounds the delay until code that fits again is used; a guess
 
 
 class Bound(Protocol):

@@ -23,7 +23,7 @@ from .references import check_references
 from .targets import seen_as
 from .validate import check_library_file, check_members
 
-_CHUNK = 1 << 20  # bytes read at a time
+_CHUNK = 1 << 20  # bytes read at a time: bounds the memory for hashing; the size is a guess
 
 Admit = Callable[[Path, str], None]
 """A function of a package's path and the SHA-256 of all its bytes. It raises if the package must not be loaded."""

@@ -42,7 +42,7 @@ ROLES = {"module": ("forward", "backward", "inference"), "grad": ("gradient",), 
 """The kinds of entries, and the plans that a variant of each may have."""
 _NUMBERED = re.compile(r"(input|saved|cotangent|result|value):(0|[1-9][0-9]{0,8})")
 _VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")
-_MOST_ELEMENTS = 1 << 60
+_MOST_ELEMENTS = 1 << 60  # exclusive: a tensor's bytes then fit 64 bits, because an element has at most 16
 
 
 def check_references(manifest: Manifest) -> None:

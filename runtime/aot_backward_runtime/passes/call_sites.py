@@ -20,11 +20,11 @@ Place = tuple[str, int, int, str, int, int, str]
 """File, function's first line and instruction of the two innermost frames outside of torch and this project, and the type of the first root. Two,
 because the innermost may belong to a library that is called from several places."""
 
-_UNSERVED_IN_A_ROW = 3
+_UNSERVED_IN_A_ROW = 3  # passes after which further ones from a call site run in eager at once; a guess
 _SERVED_PART = 0.1  # above this served fraction, structures alternate at the call site, and the engine walks every pass
-_LOOKS_REMEMBERED = 64
+_LOOKS_REMEMBERED = 64  # the served fraction is a mean over about so many, so that it follows a script that changes; a guess
 _MAX_SKIP = 128  # one in 64 on average: a fixed step would miss structures that alternate
-_MAX_PLACES = 1024
+_MAX_PLACES = 1024  # call sites, to bound memory; the engine walks every pass from further ones. A guess
 
 
 @dataclass

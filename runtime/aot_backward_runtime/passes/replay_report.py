@@ -10,6 +10,7 @@ from typing import Any
 from ..optimizer_steps.compiled_update import NO_STATE
 
 _MAX_REASONS, _REASONS_SHOWN, _IN_TEXT = 256, 12, 3
+"""Reasons that are counted separately, to bound memory; reasons in the JSON report; reasons of each kind in the text. Guesses."""
 REST = "(other reasons)"
 
 

@@ -42,9 +42,9 @@ from .structure_table import MAX_STRUCTURES, StructureTable
 log = logging.getLogger("aot_backward.replay")
 _QUIET_AFTER_HITS = 8  # stop the engine's verbose cache-miss logging after this many hits in a row, because it costs time
 _EXPLANATIONS = 64  # new structures with an explanation of the cache miss: for it the engine copies the keys of all siblings at each node
-_LOGGED = 64  # messages
+_LOGGED = 64  # different warnings in one context: bounds the log; further reasons are only in the report. A guess
 _ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine's cache was emptied, to bind the package's structures again
-_LARGEST_SKIP = 128  # afterwards, the most passes of unknown structure between two that are recorded
+_LARGEST_SKIP = 128  # afterwards, record about one pass of unknown structure in 64, because recording takes ten times as long as eager
 
 
 class PassObserver(Protocol):

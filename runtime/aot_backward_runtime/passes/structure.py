@@ -20,7 +20,7 @@ from .pass_contract import Operands
 
 _ADVICE_OF_GUARDS = re.compile(r"(: (export|pass|call it)\b|; export\b).*")
 """The guards' advice to callers of exported entries, who pass the tensors; callers of a backward pass do not."""
-_MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure
+_MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure: bounds memory; the oldest is dropped. A guess
 
 
 class Structure:

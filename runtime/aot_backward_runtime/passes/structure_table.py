@@ -15,7 +15,7 @@ from ..tapes.tape import Tape
 from .recorded_times import is_served
 from .structure import Structure
 
-_MAX_CONTEXT_NUMBERS = 4  # sets of numbers in a custom function's context that each make a separate structure
+_MAX_CONTEXT_NUMBERS = 4  # sets of numbers in a custom function's context that make separate structures; with more, it is called. A guess
 MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Their tapes are kept: 1 to 4 kB a node."""
 _SMALL_STRUCTURE = 32

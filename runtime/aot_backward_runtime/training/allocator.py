@@ -15,8 +15,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-_LARGE = 1 << 20  # bytes of gradients; smaller sizes made no measurable difference
-_LARGE_MODEL = 1 << 26  # bytes of weights
+_MIN_KEPT_BYTES = 1 << 20  # of a step's gradients; keeping smaller sizes made no measurable difference
+_MIN_FREED_BLOCK_BYTES = 1 << 20  # that an export returns to the system at once: large models' gradients are a few megabytes
+_LARGE_MODEL = 1 << 26  # bytes of weights from which an export returns freed blocks at once; a guess
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = 1 << 30  # bytes, a threshold that no block of a step reaches
 _LARGE_BLOCK = 32 << 20  # glibc's mmap threshold grows to this with the largest freed block, and the trim threshold to twice as much
@@ -27,7 +28,7 @@ _state = {"keeps": False, "frees": False}  # whether a step has called keep(), a
 def keep(size: int) -> bool:
     """Make the process keep up to 1 GiB of freed memory for its next allocation, if ``size``, the bytes freed by each call, is large. Return
     whether it was done. It is not done if the user has set malloc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``)."""
-    if size < _LARGE or _is_configured():
+    if size < _MIN_KEPT_BYTES or _is_configured():
         return False
     _state["keeps"] = True
     return _state["frees"] or _put(_NEVER, _NEVER)
@@ -38,7 +39,7 @@ def freed_at_once(size: int) -> Iterator[None]:
     """Return each block of a megabyte or more to the system as soon as it is freed, inside the context, if ``size``, the bytes of a model's
     weights, is large and the user has not set malloc's thresholds. Afterwards the thresholds are those of any process that once freed 32 MB, or
     :func:`keep`'s."""
-    if size < _LARGE_MODEL or _is_configured() or _state["frees"] or not _put(_LARGE, _LARGE_BLOCK):
+    if size < _LARGE_MODEL or _is_configured() or _state["frees"] or not _put(_MIN_FREED_BLOCK_BYTES, _LARGE_BLOCK):
         yield
         return
     _state["frees"] = True

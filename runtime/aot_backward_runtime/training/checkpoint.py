@@ -35,9 +35,9 @@ from ..format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored
 from ..native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
 
 FORMAT, VERSION = "aot-backward state", "1"
-DEEPEST = 64
+_MAX_ABOUT_DEPTH = 64  # nesting of `about`: the C library, which reads the same files, parses no deeper JSON
 _BLANK = "0" * 64  # placeholder of the digest
-_CHUNK = 1 << 20  # bytes
+_CHUNK = 1 << 20  # bytes written or read at a time: bounds the copies for the digest; the size is a guess
 
 
 def write_state(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
@@ -172,8 +172,8 @@ def _about(header: Header) -> dict[str, Any]:
     about = _json(header, "about")
     if not isinstance(about, dict):
         raise PackageError(f"about is a {type(about).__name__}, not an object")
-    if _deeper(about, DEEPEST):
-        raise PackageError(f"about is nested more than {DEEPEST} deep")
+    if _deeper(about, _MAX_ABOUT_DEPTH):
+        raise PackageError(f"about is nested more than {_MAX_ABOUT_DEPTH} deep")
     return about
 
 

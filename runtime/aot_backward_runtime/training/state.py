@@ -19,7 +19,7 @@ Metadata = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | No
 COUNTERS = ("count", "skipped", "accumulated")
 MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 """Exceptions from reading a state of another structure: other nesting, missing keys, numbers and tensors of other kinds."""
-_MAX_COUNT = 1 << 62
+_MAX_COUNT = 1 << 62  # exclusive: the C library counts on from it in 64 bits
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that choose among eager's implementations of the same computation."""
 _LOSS = "loss_fn."

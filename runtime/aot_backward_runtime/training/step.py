@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .distributed import Replicas
 
 _MODULE = "module."
-_CACHED = 8  # cached calls; a repeated one needs only a check in C
+_CACHED = 8  # cached calls, so that each of several alternating kinds needs only a check in C; a guess
 _OPTIMIZER = "optimizer."
 _PUBLIC = (_MODULE, _OPTIMIZER)  # the properties of a step return these tensors, and a caller may give them other memory
 

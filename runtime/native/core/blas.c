@@ -9,8 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* CBLAS fixes the first three. LEAST, rows or columns, and WORTH, multiplications: smaller products do not use the library. Guesses. */
 enum { ROW_MAJOR = 101, AS_IT_IS = 111, TRANSPOSED = 112, LEAST = 24 };
-static const double WORTH = 1 << 21; /* multiplications */
+static const double WORTH = 1 << 21;
 static const char *const VARIABLE = "AOT_BACKWARD_BLAS";
 
 typedef void narrow_f(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);

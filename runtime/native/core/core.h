@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { RANKS = 16 };
+enum { RANKS = 16 }; /* dimensions of a tensor, which is an array of fixed size; a guess */
 
 /* c10::ScalarType's numbers. */
 enum { U8 = 0, I8 = 1, I16 = 2, I32 = 3, I64 = 4, F16 = 5, F32 = 6, F64 = 7, C64 = 9, C128 = 10, BOOL = 11, BF16 = 15 };
@@ -83,7 +83,7 @@ int gemm_d(int64_t m, int64_t n, int64_t k, double alpha, const double *a, int64
  * whole SLIDE_COLUMNS: `b` must be readable and C writable that far. Rows of C and of the packed A are rounded up to whole SLIDE_ROWS. slide_dots
  * adds to C(i, j), for each of `images` images, the sum over p < k of a[image * a_image + i * ar + p] times b[image * b_image + offsets[j] + p]. Its
  * k must be a multiple of SLIDE_COLUMNS. */
-enum { SLIDE_ROWS = 8, SLIDE_COLUMNS = 32 };
+enum { SLIDE_ROWS = 8, SLIDE_COLUMNS = 32 }; /* multiples of STRIP and of NR, the block's rows and columns, on every processor (gemm.inc) */
 void slide_pack_f(int64_t m, int64_t k, const float *a, int64_t ar, int64_t ac, float *to);
 void slide_pack_d(int64_t m, int64_t k, const double *a, int64_t ar, int64_t ac, double *to);
 void slide_f(int64_t m, int64_t n, int64_t k, const float *packed, const float *b, const int64_t *offsets, float *c, int64_t cr);

@@ -85,6 +85,7 @@ static const struct {
     {"aten::linalg_lu_solve", "TTTFF", linalg_lu_solve},
     {"aten::linalg_solve_triangular", "TTFFF", linalg_solve_triangular},
 };
+/* MOST_ARGUMENTS and MOST_RESULTS: the largest numbers among these operators. */
 enum { OPERATORS = sizeof operators / sizeof *operators, MOST_ARGUMENTS = 12, MOST_RESULTS = 4 };
 
 static int number_of(const char *name, const char *overload) {

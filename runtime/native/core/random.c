@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <string.h>
 
+/* The sizes of MT19937; bytes of torch's state, and the places of the stored normal number in it. */
 enum { WORDS = 624, MIDDLE = 397, STATE = 5056, NORMAL = 5024, HAS_NORMAL = 5040 };
 
 typedef struct {

@@ -45,7 +45,8 @@ const char *name_of(int32_t dtype) {
 
 /* --- memory ----------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Freed blocks of each thread, because steps reuse the same sizes. A sanitizer would not see a use after free in them, so MOST is 0 there. */
+/* Freed blocks of each thread, because steps reuse the same sizes. A sanitizer would not see a use after free in them, so MOST is 0 there.
+ * MOST: bytes of them, which bounds memory. SPARE: how many, which bounds the search. Guesses. */
 #ifdef __SANITIZE_ADDRESS__
 enum { MOST = 0 };
 #else

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_DIMENSIONS = 64 };
+enum { MOST_DIMENSIONS = 64 }; /* as PyBUF_MAX_NDIM of Python's buffer protocol */
 
 /* DLPack's DLManagedTensor, the version that every library accepts: https://dmlc.github.io/dlpack/latest/c_api.html */
 typedef struct managed {

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* Bytes of the records without their variable parts; ids of extra fields, PADDING is PyTorch's; an attribute bit. */
 enum { LOCAL = 30, CENTRAL = 46, END = 22, LOCATOR = 20, END64 = 56, ZIP64 = 1, PADDING = 0x4246, DOS_FOLDER = 0x10 };
 static const uint32_t WIDE = 0xFFFFFFFF;  /* the true value is in the zip64 extra field */
 static const uint64_t LARGEST = 64 << 20; /* bytes of a directory; a member takes about 150 */

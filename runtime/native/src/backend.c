@@ -142,7 +142,7 @@ const backend *backend_open(arena *a, const char *which) {
  * one pointer to a CPUGeneratorImpl. at::Tensor is one pointer to a TensorImpl, and a tensor handle of AOTInductor's interface is a pointer to an
  * at::Tensor. */
 
-enum { RANDOM_STATE = 5056 };
+enum { RANDOM_STATE = 5056 }; /* bytes of torch.get_rng_state() */
 
 static void *generator(arena *a, const backend *b) {
   void *const *(*get)(void);

@@ -8,7 +8,7 @@
 #include "function.h"
 
 #define SHOWN(text) shown(text, strlen(text))
-enum { DEEPEST = 64, ALIGNED = 64 };
+enum { DEEPEST = 64, ALIGNED = 64 }; /* dimensions, function.c refuses more; bytes, the alignment of PyTorch's allocator */
 
 aotb_status function_enter(struct aotb_function *f) {
   if (__atomic_exchange_n(&f->busy, true, __ATOMIC_ACQUIRE))

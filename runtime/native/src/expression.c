@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+/* LONGEST: characters, by docs/format.md. DEEPEST bounds the parser's recursion, STACK the memory of an evaluation; both are guesses. */
 enum { LONGEST = 10000, DEEPEST = 100, STACK = 128 };
 
 enum {

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* DEEPEST: nesting, by docs/format.md; bounds recursion. FEW: keys that are compared in turn; with more, an object has a hash table. A guess. */
 enum { DEEPEST = 64, FEW = 8 };
 
 typedef struct {

@@ -8,7 +8,7 @@
 
 #include "sha256.h"
 
-enum { SEALED_SINCE = 15 };
+enum { SEALED_SINCE = 15 }; /* the first minor version of the format in which manifests end with their SHA-256 */
 #define MANIFEST "extra/aot_backward/manifest.json"
 #define WEIGHTS "extra/aot_backward/weights.safetensors"
 

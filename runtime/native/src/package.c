@@ -15,7 +15,7 @@
 #include "signature.h"
 
 #define MANIFEST "extra/aot_backward/manifest.json"
-static const uint64_t LARGEST_MANIFEST = 64 << 20;
+static const uint64_t LARGEST_MANIFEST = 64 << 20; /* bytes, by docs/format.md; bounds the memory for parsing */
 
 const uint8_t *package_member(const struct aotb_package *p, arena *a, const char *name, size_t *size) {
   const member *found = archive_find(&p->z, name);
@@ -123,7 +123,7 @@ static void check_torch(struct aotb_package *p) {
 
 /* Returns the digest of the whole file. Checks that it still contains the manifest that was read, because the file may have changed meanwhile. */
 static const char *digest_of_file(struct aotb_package *p, const member *m, const char *text) {
-  enum { CHUNK = 1 << 20 };
+  enum { CHUNK = 1 << 20 }; /* bytes read at a time: bounds the memory for hashing; the size is a guess */
   uint8_t *chunk = arena_take(&p->a, CHUNK, 1);
   char *out = arena_take(&p->a, 65, 1);
   sha256 h;

@@ -19,6 +19,8 @@
 
 #define SHOWN(text) shown(text, strlen(text))
 static const char BLANK[] = "0000000000000000000000000000000000000000000000000000000000000000";
+/* LARGEST_HEADER: bytes, safetensors' own limit. LARGEST_COUNT: exclusive, so that a count can grow in 64 bits; training/state.py has the same.
+ * ALIGNED: bytes, the alignment of PyTorch's allocator. */
 static const uint64_t LARGEST_HEADER = 100000000, LARGEST_COUNT = (uint64_t)1 << 62;
 enum { ALIGNED = 64, OPTIMIZER_STATE = 5056 /* bytes of the CPU's random state */ };
 

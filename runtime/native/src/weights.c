@@ -9,6 +9,7 @@
 #include "sha256.h"
 
 #define WEIGHTS "extra/aot_backward/weights.safetensors"
+/* Bytes: safetensors' own limit, and the alignment of PyTorch's allocator. */
 static const uint64_t LARGEST_HEADER = 100000000;
 enum { ALIGNED = 64 };
 
