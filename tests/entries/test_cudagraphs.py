@@ -100,7 +100,8 @@ def test_a_training_loop_is_eagers(package: Path) -> None:
     assert_same(_trained(loaded.module("net"), sizes), _trained(net(), sizes))
     report = loaded.cudagraphs
     assert report is not None and report.captured == 4  # forward and backward, at two sizes
-    assert report.plain == {cuda_graphs.WARM_UP: 2, "the backward of a forward that ran without a CUDA graph": 2} and report.replayed == 2 * len(sizes) - 4
+    assert report.plain == {cuda_graphs.WARM_UP: 2, "the backward of a forward that ran without a CUDA graph": 2}
+    assert report.replayed == 2 * len(sizes) - 4
     assert str(report).startswith("4 captured, 12 replayed, 4 without a CUDA graph\n  x2: the first call at its shapes")
 
 
