@@ -31,20 +31,14 @@ class _Kind:
     """A kind of layer. ``cell`` and ``backward`` are one step, ``gradients`` concerns all of them. The weights are weight_hh, then weight_hr of an
     LSTM with projections, or bias_hh of a GRU.
 
-    ``cell``: (*carry, x [B, G], *weights) -> [*next carry, hidden state, *saved].
+    ``cell``: (*carry, x [B, G], *weights) -> [*next carry, hidden state, *saved]. The last of ``saved`` is the hidden state before the step.
     ``backward``: (*gradients of the next carry, gradient of the hidden state, *saved, *weights) -> [*gradients of the carry, gradient of the product
     with weight_hh [B, G], *others].
-    ``before``: (first hidden state, saved) -> hidden states before each step [T, B, P].
     ``gradients``: (gradients of the products [T, B, G], others, saved) -> (gradient of x, *gradients of the weights after weight_hh)."""
 
     cell: Callable[..., list[Tensor]]
     backward: Callable[..., list[Tensor]]
-    before: Callable[[Tensor, list[Tensor]], Tensor]
     gradients: Callable[[Tensor, list[Tensor], list[Tensor]], tuple[Tensor, ...]]
-
-
-def _shifted(first: Tensor, hidden: Tensor) -> Tensor:
-    return torch.cat([first.unsqueeze(0), hidden[:-1]])
 
 
 def _lstm_cell(h: Tensor, c: Tensor, x: Tensor, weight: Tensor, *projection: Tensor) -> list[Tensor]:
@@ -55,12 +49,11 @@ def _lstm_cell(h: Tensor, c: Tensor, x: Tensor, weight: Tensor, *projection: Ten
     hidden = o * t
     if projection:
         hidden = hidden @ projection[0].t()
-    return [hidden, new, hidden, i, f, g, o, t, c, *([hidden] if projection else [])]
+    return [hidden, new, hidden, i, f, g, o, t, c, h]
 
 
 def _lstm_backward(dh: Tensor, dc: Tensor, dy: Tensor, *rest: Tensor) -> list[Tensor]:
-    i, f, g, o, t, c, *more = rest
-    weight, projection = more[0] if len(more) == 1 else more[1], more[2:]  # with projections the hidden states were saved, too
+    i, f, g, o, t, c, _, weight, *projection = rest
     d = dy + dh
     dm = d @ projection[0] if projection else d
     dc = dc + dm * o * (1 - t * t)
@@ -68,13 +61,8 @@ def _lstm_backward(dh: Tensor, dc: Tensor, dy: Tensor, *rest: Tensor) -> list[Te
     return [part @ weight, dc * f, part, *([d] if projection else [])]
 
 
-def _lstm_before(first: Tensor, saved: list[Tensor]) -> Tensor:
-    _, _, _, o, t, _, *projected = saved
-    return _shifted(first, projected[0] if projected else o * t)
-
-
 def _lstm_gradients(part: Tensor, others: list[Tensor], saved: list[Tensor]) -> tuple[Tensor, ...]:
-    o, t = saved[3:5]
+    _, _, _, o, t, _, _ = saved
     return part, *(_over_steps(d, o * t) for d in others)
 
 
@@ -106,17 +94,17 @@ def _rnn(activation: Callable[[Tensor], Tensor], derivative: Callable[[Tensor, T
 
     def cell(h: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
         hidden = activation(h @ weight.t() + x)
-        return [hidden, hidden, hidden]
+        return [hidden, hidden, hidden, h]
 
-    def backward(dh: Tensor, dy: Tensor, hidden: Tensor, weight: Tensor) -> list[Tensor]:
+    def backward(dh: Tensor, dy: Tensor, hidden: Tensor, _: Tensor, weight: Tensor) -> list[Tensor]:
         part = derivative(dy + dh, hidden)
         return [part @ weight, part]
 
-    return _Kind(cell, backward, lambda first, saved: _shifted(first, saved[0]), lambda part, others, saved: (part,))
+    return _Kind(cell, backward, lambda part, others, saved: (part,))
 
 
-_LSTM = _Kind(_lstm_cell, _lstm_backward, _lstm_before, _lstm_gradients)
-_GRU = _Kind(_gru_cell, _gru_backward, lambda first, saved: saved[-1], _gru_gradients)
+_LSTM = _Kind(_lstm_cell, _lstm_backward, _lstm_gradients)
+_GRU = _Kind(_gru_cell, _gru_backward, _gru_gradients)
 _RNN = {
     torch.tanh: _rnn(torch.tanh, lambda d, hidden: d * (1 - hidden * hidden)),
     torch.relu: _rnn(torch.relu, lambda d, hidden: torch.where(hidden <= 0, 0.0, d)),
@@ -144,9 +132,8 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient is differentiated again; autograd takes what was saved for constants
             return None, None, *_differentiable(kind, count, [x, *inputs], ctx.needs_input_grad[2:], [dy, *dlast])
         dcarry, (part, *others) = _scan(kind.backward, dlast, [dy, *saved], inputs[:count], reverse=True)
-        hidden = kind.before(inputs[count], saved)
         dx, *dextra = kind.gradients(part, others, saved)
-        return None, None, dx, _over_steps(part, hidden), *dextra[: count - 1], *dcarry
+        return None, None, dx, _over_steps(part, saved[-1]), *dextra[: count - 1], *dcarry
 
 
 def _scan(body: Callable[..., list[Tensor]], carry: Any, rows: list[Tensor], weights: Any, *, reverse: bool = False) -> tuple[Any, Any]:

@@ -17,7 +17,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from summary import measurements, newest, seconds
+
+from tests.tools.benchmarks.summary import measurements, newest
 
 THEMES = {
     "light": {"ink": "#3b3f4a", "grid": "#d9dce3"},
@@ -75,6 +76,12 @@ def _svg(plot: Plot, docs: Path, theme: str) -> str:
         figure.savefig(out, format="svg", metadata={"Date": None})
         plt.close(figure)
     return out.getvalue()
+
+
+def seconds(row: dict[str, Any], way: str) -> float:
+    """Return the median of a way's times; a row of `replay` has nothing else."""
+    found = row["times"][way]
+    return float(found["median_s"] if isinstance(found, dict) else found)
 
 
 def _plain(axis: Any) -> None:

@@ -7,11 +7,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
 
 import click
-import summary
 from figures import WAYS
+
+from tests.tools.benchmarks import summary
 
 Link = Callable[[str], str]  # from a path under docs/ to one from the page
 _CALLER = re.compile(r" \(\S*cases\.py:\d+: .*?torch\.Tensor\)\)\)")  # the line of the tool that calls the operator, the same for all
@@ -32,12 +32,7 @@ def _speed(docs: Path, link: Link) -> str:
     sizes = [r["parameters"] for r in found["data"]]
     page = f"[{path.name[:10]}]({link(path.with_suffix('.md').relative_to(docs).as_posix())}){{ .date }}"
     lines = [f"| {min(sizes):,} to {max(sizes):,} parameters, measured {page} | as fast as eager |", "|---|---:|"]
-    return "\n".join([*lines, *(f"| {label} | {_gain(geometric_mean(summary.faster(docs)[door]))} |" for door, label in labels.items())])
-
-
-def _gain(mean: float) -> str:
-    shown = f"{summary.times(mean)} ×"
-    return f"**{shown}**" if mean >= 1.1 else shown
+    return "\n".join([*lines, *(f"| {labels[kind]} | {mean} × |" for kind, mean in summary.means(docs).items())])
 
 
 def _operators(docs: Path, link: Link) -> str:

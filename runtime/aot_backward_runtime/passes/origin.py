@@ -61,10 +61,10 @@ def _modules_within_reach() -> list[nn.Module]:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in PASSED_OVER:
-            for variables in (frame.f_locals, frame.f_globals):
-                values |= {id(v): v for v in list(variables.values())}
-            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(frame.f_locals, dict):
-                frame.f_locals.clear()  # Python's copy, which up to 3.12 would hold the values until the function returns
+            variables = frame.f_locals
+            values |= {id(v): v for v in (*variables.values(), *list(frame.f_globals.values()))}
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
+                variables.clear()  # a copy that Python up to 3.12 would keep, with the tensors in it, until the function returns
         frame = frame.f_back
     for value in list(values.values()):
         if not issubclass(type(value), (types.ModuleType, type, nn.Module)):

@@ -13,8 +13,21 @@ from typing import Any
 from . import processes, report
 
 SUBJECTS = (
-    *("overhead", "steps", "cold", "memory", "size", "replay", "doors", "sizes", "exports", "training", "native"),
-    *("step_overhead", "ddp", "onnx_step", "scripts"),
+    "overhead",
+    "steps",
+    "cold",
+    "memory",
+    "size",
+    "replay",
+    "doors",
+    "sizes",
+    "exports",
+    "training",
+    "native",
+    "step_overhead",
+    "ddp",
+    "onnx_step",
+    "scripts",
 )
 
 

@@ -1,6 +1,7 @@
-"""``python docs/site/summary.py [--write]``: the speed figures of README.md and of the start page, from the newest "doors" of docs/benchmarks.
+"""``python -m tests.tools.benchmarks.summary [--write]``: the speed figures of README.md, from the newest "doors" of docs/benchmarks.
 
-Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test compares the two.
+Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test compares the two. The site's
+start page has the same figures.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1]
-DOORS = ("module", "grad", "step")
+from . import doors
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 _LINES = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
 
 
@@ -32,33 +34,22 @@ def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:
     return found[-1]
 
 
-def seconds(row: dict[str, Any], peer: str) -> float:
-    """Return the median of a peer's times; a row of `replay` has nothing else."""
-    found = row["times"][peer]
-    return float(found["median_s"] if isinstance(found, dict) else found)
-
-
-def faster(docs: Path) -> dict[str, list[float]]:
-    """Return how many times as fast as eager each row of "doors" is, by kind of entry: the faster of the open and the fixed batch."""
-    out: dict[str, list[float]] = {door: [] for door in (*DOORS, "replay")}
-    for row in newest(docs, "doors")[1]["data"]:
-        best = min((seconds(row, p) for p in ("foreach", "fused") if p in row["times"]), default=0.0)
-        for door, ratios in out.items():
-            ours = [seconds(row, p) for p in (f"{door} open", f"{door} fixed") if p in row["times"]]
-            if ours:
-                ratios.append((best if door == "step" else seconds(row, "eager")) / min(ours))
-    return out
+def means(docs: Path) -> dict[str, str]:
+    """Return how many times as fast as eager each kind of entry is: geometric means over the rows of "doors"."""
+    ratios = [doors.ratios(row) for row in newest(docs, "doors")[1]["data"]]
+    kinds = (*doors.PASSES, *doors.STEPS)
+    return {kind: times(geometric_mean(r[kind] for r in ratios if kind in r)) for kind in kinds}
 
 
 def lines(docs: Path) -> str:
     """Return the lines of README.md."""
     _, found = newest(docs, "doors")
-    module, grad, step = (times(geometric_mean(faster(docs)[door])) for door in DOORS)
+    mean = means(docs)
     models, sizes = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
     return (
         f"- **Small models are faster than eager**, because calls cost less. Over {len(models)} models of {min(sizes):,} to {max(sizes):,}\n"
-        f"  parameters, forward and backward by a module is {module} times as fast, by a gradient function {grad} times, and a training step is\n"
-        f"  {step} times as fast (geometric means). **Larger models gain little**: [figures](docs/performance.md).\n"
+        f"  parameters, forward and backward by a module is {mean['module']} times as fast, by a gradient function {mean['grad']} times,\n"
+        f"  and a training step is {mean['step']} times as fast (geometric means). **Larger models gain little**: [figures](docs/performance.md).\n"
     )
 
 
