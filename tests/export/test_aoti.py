@@ -374,7 +374,7 @@ def test_every_version_and_setting_changes_the_key(place: Any, name: str, value:
         assert base != _key(captured)
 
 
-def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_that_compiles_changes_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It includes nested files of any name, and their paths."""
     copied = tmp_path / "exporters"
     shutil.copytree(Path(aot_backward_exporters.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -391,13 +391,36 @@ def test_every_source_of_the_exporters_changes_the_key(tmp_path: Path, monkeypat
     assert {p.suffix for p in sources} == {".py", ".map", ".typed"} and len(sources) > 20
     for source in sources:
         text = source.read_bytes()
-        source.write_bytes(text + b"\n")
-        assert key() != base, source
+        source.write_bytes(text + b"\nanother = 1\n")
+        assert (key() != base) == (source.parent.name not in ("onnx", "portable")), source
         source.write_bytes(text)
     assert key() == base
     sources[0].rename(sources[0].with_name("moved.py"))
     assert key() != base
     compile_cache.digest_of_sources.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ('# Why.\n\ndef scaled(x, by=2.0):\n    """Return the product."""\n    product = x * by\n    return product\n', True),
+        ('def scaled(x, by=3.0):\n    """Scale."""\n    y = x * by\n    return y\n', False),
+        ('def scaled(x, by=2.0):\n    """Scale."""\n    y = x / by\n    return y\n', False),
+        ('def scaled(x, factor=2.0):\n    """Scale."""\n    y = x * factor\n    return y\n', False),
+        ('def scaled(x, by=2.0):\n    """Scale."""\n    y = x.by\n    return y\n', False),
+    ],
+)
+def test_words_of_a_source_do_not_count(text: str, same: bool, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text('def scaled(x, by=2.0):\n    """Scale."""\n    y = x * by\n    return y\n')
+    second.write_text(text)
+    assert (compile_cache.digest_of_source(first) == compile_cache.digest_of_source(second)) == same
+
+
+def test_compiling_imports_no_other_format() -> None:
+    program = "import sys, aot_backward_exporters.inductor.compile; print([n for n in sys.modules if n.startswith('aot_backward_exporters.')])"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "inductor.compile" in loaded and not any(f"aot_backward_exporters.{folder}" in loaded for folder in compile_cache._AFTER)
 
 
 def test_the_target_changes_the_key() -> None:

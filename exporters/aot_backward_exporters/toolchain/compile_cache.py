@@ -1,6 +1,6 @@
 """The exporter's cache on disk: folders named by the digest of their inputs, written completely or not at all.
 
-``compiled/`` holds a library per graph and version of the exporter. ``objects/`` holds an object per C++ file: it is not compiled again if a change
+``compiled/`` holds a library per graph and byte code of the exporter. ``objects/`` holds an object per C++ file: it is not compiled again if a change
 of the exporter leaves the text the same. ``shared/`` holds the common parts of all libraries of one torch and compiler. Processes may share them.
 Libraries and objects are verified when they are read; anything may be deleted at any time.
 """
@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _ABANDONED = 24 * 3600  # seconds; an older unfinished folder counts as that of 
 OBJECT = "file.o"
 _ENTRY = "entry"  # a line of checksum, then JSON
 _FILES = ("library", "metadata", "extern")
+_AFTER = ("onnx", "portable")  # of the exporters: compiling imports nothing of them
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,29 @@ def digest(value: Any) -> str:
 
 @functools.cache
 def digest_of_sources(folder: Path) -> str:
-    """Return the SHA-256 of every file below ``folder``, by its relative path, except Python bytecode. It is part of the key, as any file may
-    change the library."""
-    sources = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
-    return digest({str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sources})
+    """Return the SHA-256 of what can change a library: the byte code of every Python file below ``folder`` and the content of every other file, by
+    relative path. Comments, words of docstrings, lines and names of local variables do not count, nor do the folders in ``_AFTER``."""
+    sources = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
+    sources = [p for p in sources if p.parts[0] not in _AFTER]
+    return digest({str(p): digest_of_source(folder / p) for p in sources})
+
+
+def digest_of_source(path: Path) -> str:
+    content = path.read_bytes()
+    if path.suffix == ".py":
+        content = json.dumps(_byte_code(compile(content, "", "exec", dont_inherit=True, optimize=2))).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def _byte_code(code: types.CodeType) -> list[Any]:
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    out = [code.co_name, code.co_code.hex(), code.co_exceptiontable.hex(), code.co_flags, code.co_names, arguments]
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            out.append(_byte_code(value))
+        else:  # the order of a set of strings differs between processes
+            out.append(repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value))
+    return out
 
 
 def fetch(key: str) -> CachedLibrary | None:
