@@ -32,16 +32,16 @@ if TYPE_CHECKING:
         replay,
     )
 
-    from .api import export, export_grad, export_module, export_step
+    from .api import export, export_function, export_grad, export_module, export_step
     from .commands.sign import sign
-    from .entries import Grad, Module, Step, Variant
+    from .entries import Function, Grad, Module, Step, Variant
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .packaging.rebuild import rebuild
     from .recording.record import record
 
-_HOME = dict.fromkeys(("export", "export_grad", "export_module", "export_step"), "aot_backward.api")
-_HOME |= dict.fromkeys(("Grad", "Module", "Step", "Variant"), "aot_backward.entries")
+_HOME = dict.fromkeys(("export", "export_function", "export_grad", "export_module", "export_step"), "aot_backward.api")
+_HOME |= dict.fromkeys(("Function", "Grad", "Module", "Step", "Variant"), "aot_backward.entries")
 _HOME |= dict.fromkeys(
     (
         "AotBackwardError",
@@ -74,6 +74,7 @@ __all__ = [
     "DistributedError",
     "ExecutionError",
     "ExportError",
+    "Function",
     "Grad",
     "GradientError",
     "IncompatibleError",
@@ -90,6 +91,7 @@ __all__ = [
     "__version__",
     "convert",
     "export",
+    "export_function",
     "export_grad",
     "export_module",
     "export_onnx",

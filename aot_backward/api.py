@@ -15,7 +15,8 @@ from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.errors import ExportError
 
 from .capture.cuda_semantics import as_on_gpu
-from .entries import Entries, Grad, Module, Step, Variant
+from .entries import Entries, Function, Grad, Module, Step, Variant
+from .packaging.builder import metadata_text
 from .packaging.checked_package import checked_package
 from .packaging.package_writer import check_destination
 from .packaging.standalone import check_runtime
@@ -31,6 +32,7 @@ def export(
     portable: bool = True,
     tune: str | None = None,
     runtime: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Compile entries ahead of time, compare each with eager, and write them into one package.
@@ -40,7 +42,8 @@ def export(
 
     Args:
         path: The file to write, such as "model.pt2".
-        entries: The programs to export, by name: each a :class:`Module`, a :class:`Grad` or a :class:`Step`.
+        entries: The programs to export, by name: each a :class:`Module`, a :class:`Function`, a :class:`Grad` or a
+            :class:`Step`.
         target: The processors or the GPUs to compile for; separate several by commas, and ``load`` takes the best one for its machine. "cpu" is any
             x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one, "cpu:avx512" a newer one. "cuda" is this machine's GPU.
             "cuda:sm_90" and others are GPUs that need not be here (``docs/rebuild.md``).
@@ -50,6 +53,7 @@ def export(
             for a variant that is slower than eager. "none" times nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
         runtime: "standalone" requires that every entry runs without PyTorch (``docs/native.md``). "torch" and None do not require it: if
             ``aot-backward-native`` is installed, export tries it, and the package states the result.
+        metadata: A JSON object of your own, such as a version or an author; it is ``load(path).metadata``. Entries have their own.
         progress: A function that is called as ``progress(stage, done, total)``.
 
     Returns:
@@ -73,14 +77,27 @@ def export(
     tune = tune_of(tune)
     check_runtime(runtime, target, weights)
     check_destination(path)
+    own_metadata = metadata_text(metadata, "metadata")
     if target.startswith("cuda:"):
-        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, progress=progress)
-    progress = progress or silent
-    say_slower(checked_package(path, entries, target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress))
+        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, metadata=own_metadata, progress=progress)
+    manifest = checked_package(
+        path,
+        entries,
+        target,
+        weights=weights,
+        portable=portable,
+        tune=tune,
+        runtime=runtime,
+        metadata=own_metadata,
+        progress=progress or silent,
+    )
+    say_slower(manifest)
     return path
 
 
-def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, progress: Progress | None) -> Path:
+def _for_absent_gpus(
+    path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, metadata: str, progress: Progress | None
+) -> Path:
     """Compile for the CPU and compare with eager there, which casts under autocast as on a GPU. Then compile the same graphs for the GPUs; without a
     GPU these are not compared."""
     from .packaging.rebuild import check_target, rebuild
@@ -89,7 +106,7 @@ def _for_absent_gpus(path: Path, entries: Entries, target: str, *, weights: bool
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
             cpu_path = Path(folder) / "cpu.pt2"
-            checked_package(cpu_path, entries, "cpu", weights=weights, portable=True, tune=tune, progress=progress or silent)
+            checked_package(cpu_path, entries, "cpu", weights=weights, portable=True, tune=tune, metadata=metadata, progress=progress or silent)
         return rebuild(cpu_path, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
@@ -103,6 +120,8 @@ def export_module(
     order: int = 1,
     target: str = "cpu",
     tune: str | None = None,
+    runtime: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
@@ -119,6 +138,8 @@ def export_module(
         order: The highest order of derivatives; 2 also compiles differentiable gradients.
         target: As for :func:`export`.
         tune: As for :func:`export`.
+        runtime: As for :func:`export`.
+        metadata: As for :func:`export`.
         path: The file to write.
         progress: As for :func:`export`.
 
@@ -134,8 +155,60 @@ def export_module(
         >>> ab.load(path).module()(torch.randn(100, 8)).shape
         torch.Size([100, 1])
     """
+    if not isinstance(module, nn.Module):
+        raise ExportError(
+            f"module: expected an nn.Module, got a {type(module).__name__}. For its outputs call export_function, for gradients export_grad."
+        )
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes, requires_grad=requires_grad)
-    return export(path, {"module": Module(module, [variant], order)}, target=target, tune=tune, progress=progress)
+    entries = {"module": Module(module, [variant], order)}
+    return export(path, entries, target=target, tune=tune, runtime=runtime, metadata=metadata, progress=progress)
+
+
+def export_function(
+    fn_or_module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    target: str = "cpu",
+    tune: str | None = None,
+    runtime: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str],
+    progress: Progress | None = None,
+) -> Path:
+    """Export one function or module without gradients. It may compute derivatives itself, with ``torch.autograd.grad`` or ``torch.func``.
+
+    The package has one entry, "function". See :class:`Function` and :class:`Variant` for details.
+
+    Args:
+        fn_or_module: A function or a module that returns tensors, in any nesting.
+        args: Example arguments.
+        kwargs: Example keyword arguments.
+        dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
+        target: As for :func:`export`.
+        tune: As for :func:`export`.
+        runtime: As for :func:`export`.
+        metadata: As for :func:`export`.
+        path: The file to write.
+        progress: As for :func:`export`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        ExportError: The function cannot be exported correctly; nothing is written.
+
+    Examples:
+        >>> def distances(pos):
+        ...     return torch.cdist(pos, pos)
+        >>> path = ab.export_function(distances, (torch.randn(4, 3),), path="distances.pt2")
+        >>> ab.load(path).function()(torch.randn(4, 3)).shape
+        torch.Size([4, 4])
+    """
+    variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
+    entries = {"function": Function(fn_or_module, [variant])}
+    return export(path, entries, target=target, tune=tune, runtime=runtime, metadata=metadata, progress=progress)
 
 
 def export_grad(
@@ -148,6 +221,8 @@ def export_grad(
     dynamic_shapes: Any = None,
     target: str = "cpu",
     tune: str | None = None,
+    runtime: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
@@ -165,6 +240,8 @@ def export_grad(
         dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
         target: As for :func:`export`.
         tune: As for :func:`export`.
+        runtime: As for :func:`export`.
+        metadata: As for :func:`export`.
         path: The file to write.
         progress: As for :func:`export`.
 
@@ -183,7 +260,8 @@ def export_grad(
         torch.Size([4, 3])
     """
     variant = Variant(args, kwargs, dynamic_shapes=dynamic_shapes)
-    return export(path, {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}, target=target, tune=tune, progress=progress)
+    entries = {"grad": Grad(fn_or_module, [variant], wrt, has_aux)}
+    return export(path, entries, target=target, tune=tune, runtime=runtime, metadata=metadata, progress=progress)
 
 
 def export_step(
@@ -196,6 +274,8 @@ def export_step(
     dynamic_shapes: Any = None,
     target: str = "cpu",
     tune: str | None = None,
+    runtime: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
     path: str | os.PathLike[str],
     accumulate: bool = False,
     distributed: bool = False,
@@ -218,6 +298,8 @@ def export_step(
         dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
         target: As for :func:`export`.
         tune: As for :func:`export`.
+        runtime: As for :func:`export`.
+        metadata: As for :func:`export`.
         path: The file to write.
         accumulate: Whether calls may only add up gradients: ``step(x, y, update=False)``.
         distributed: Whether gradients can be averaged over processes, with ``LoadedStep.distribute``.
@@ -253,7 +335,7 @@ def export_step(
         skip_nonfinite=skip_nonfinite,
         loss_scale=loss_scale,
     )
-    return export(path, {"step": step}, target=target, tune=tune, progress=progress)
+    return export(path, {"step": step}, target=target, tune=tune, runtime=runtime, metadata=metadata, progress=progress)
 
 
 def check_entries(entries: Any) -> None:
@@ -262,7 +344,8 @@ def check_entries(entries: Any) -> None:
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise ExportError(f"an entry is named {name!r}; expected a string")
-        if not isinstance(entry, Module | Grad | Step):
-            raise ExportError(f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Grad or a Step")
+        if not isinstance(entry, Module | Function | Grad | Step):
+            raise ExportError(f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Function, a Grad or a Step")
+        metadata_text(entry.metadata, f"metadata of entry {name!r}")
         if not isinstance(entry.variants, Sequence) or not all(isinstance(v, Variant) for v in entry.variants):
             raise ExportError(f"entry {name!r}: variants is {entry.variants!r:.80}; expected a list, [Variant((x,))]")

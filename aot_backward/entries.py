@@ -1,4 +1,4 @@
-"""The entries of a package: modules, gradient functions and training steps, each in one or more variants."""
+"""The entries of a package: modules, functions, gradient functions and training steps, each in one or more variants."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class Module:
         variants: The ways to call it. A call runs the first variant whose guards pass, in the module's mode.
         order: The highest order of derivatives. With 2, gradients can be differentiated again (``create_graph=True``), for example for a gradient
             penalty, training on forces or a Hessian; with 3, once more (``torch.autograd.functional.hvp`` needs it).
+        metadata: A JSON object of your own, such as units or an author. It is ``load(path).module(name).metadata``.
 
     Examples:
         >>> x = torch.randn(4, 8)
@@ -55,6 +56,31 @@ class Module:
     module: nn.Module
     variants: Sequence[Variant]
     order: int = 1
+    _: KW_ONLY
+    metadata: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or a module to export without gradients; loaded with ``load(path).function(name)``.
+
+    It may compute derivatives itself, with ``torch.autograd.grad`` or ``torch.func``.
+
+    Args:
+        fn: The function or module. It returns tensors, in any nesting.
+        variants: The ways to call it.
+        metadata: A JSON object of your own.
+
+    Examples:
+        >>> def distances(pos):
+        ...     return {"distances": torch.cdist(pos, pos)}
+        >>> entry = ab.Function(distances, [ab.Variant((torch.randn(4, 3),))])
+    """
+
+    fn: Callable[..., Any]
+    variants: Sequence[Variant]
+    _: KW_ONLY
+    metadata: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +94,7 @@ class Grad:
             gradient) or "inputs" (all of floating point). The default is the parameters of a module, and the inputs of a function. A function's
             parameters belong to the modules that it closes over, and are named by the variable.
         has_aux: Whether the result is ``(loss, aux)``. No gradient of ``aux`` is computed.
+        metadata: A JSON object of your own, such as a cutoff and units.
 
     Examples:
         >>> def loss(x, y):
@@ -79,6 +106,8 @@ class Grad:
     variants: Sequence[Variant]
     wrt: str | Sequence[str] | None = None
     has_aux: bool = False
+    _: KW_ONLY
+    metadata: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +129,7 @@ class Step:
         clip_value: The largest absolute value of an element of these gradients, as ``torch.nn.utils.clip_grad_value_``.
         skip_nonfinite: Whether parameters and the optimizer's state stay unchanged if a gradient (with ``clip_norm``: their norm) has Inf or NaN.
         loss_scale: The initial factor of the loss, by which gradients are divided, for float16; it then follows ``torch.amp.GradScaler``'s rule.
+        metadata: A JSON object of your own.
 
     Examples:
         >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -118,7 +148,8 @@ class Step:
     clip_value: float | None = None
     skip_nonfinite: bool = False
     loss_scale: float | None = None
+    metadata: Mapping[str, Any] | None = None
 
 
-Entry = Module | Grad | Step
+Entry = Module | Function | Grad | Step
 Entries = Mapping[str, Entry]

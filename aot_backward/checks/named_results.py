@@ -61,6 +61,13 @@ def results_of_entry(
             out.update({f"gradient of {n}": g for n, g in gradients.items()})
             del gradients
             return _copied(out)
+    if package.manifest.entries[entry].kind == "function":
+        function = package.function(entry).train(example.mode == "train")
+        buffers = {s.name: function.parameters[s.name] for s in package.manifest.entries[entry].state if not s.parameter}
+        with preserve.values_kept(buffers.values()), _only_read(tensors | {n: t for n, t in function.parameters.items() if n not in buffers}):
+            _add_outputs(out, function(*example.args, **example.kwargs))
+            out.update({f"buffer {n}": b for n, b in buffers.items()})
+            return _copied(out)
     module = package.module(entry).train(example.mode == "train")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     targets = differentiated(spec, parameters, example)

@@ -90,6 +90,10 @@ class ProgramTimed:
                 grad.train(example.mode == "train")
             yield lambda: grad(*example.args, **example.kwargs)
             return
+        if package.entries[self._entry] == "function":
+            function = package.function(self._entry).train(example.mode == "train")
+            yield lambda: function(*example.args, **example.kwargs)
+            return
         module = package.module(self._entry).train(example.mode == "train")
         parameters = dict(module.named_parameters(remove_duplicate=False))
         targets = list(differentiated(spec, parameters, example).values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from aot_backward_runtime.errors import ExportError
@@ -41,9 +42,10 @@ class Build:
         if not entry.variants:
             raise ExportError(f"entry {name!r} has no variants: give at least one Variant(args)")
         if isinstance(entry, Step):
-            self.entries[name], self._checks[name] = add_step(self.contents, name, entry)
+            spec, self._checks[name] = add_step(self.contents, name, entry)
         else:
-            self.entries[name], self._checks[name] = add_program(self.contents, name, entry)
+            spec, self._checks[name] = add_program(self.contents, name, entry)
+        self.entries[name] = dataclasses.replace(spec, metadata=metadata_text(entry.metadata, f"metadata of entry {name!r}"))
 
     def manifest(self, with_weights: bool) -> Manifest:
         """Return the manifest without verdicts and members."""
@@ -116,3 +118,19 @@ class Build:
         """Return the features that a runtime needs to read the package correctly."""
         plans = [p for e in self.entries.values() for variant in e.variants for v in variant.orders for p in (v.backward,) if p is not None]
         return (*(["fill"] if self.contents.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))
+
+
+def metadata_text(metadata: Any, what: str) -> str:
+    """Return ``metadata`` as JSON, or "" for None. :class:`ExportError` starts with ``what``."""
+    if metadata is None:
+        return ""
+    if not isinstance(metadata, Mapping):
+        raise ExportError(f"{what}: expected a dict of JSON values, got a {type(metadata).__name__}")
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ExportError(f"{what}: expected a dict of JSON values, got one that JSON cannot hold: {error}") from error
+    if json.loads(text) != metadata:
+        raise ExportError(f"{what}: JSON would change it (keys must be strings, and tuples become lists). Write what JSON gives back.")
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,7 @@ from aot_backward_runtime.training import allocator
 from .. import operators
 from ..capture import preserve, program_module
 from ..checks.tolerance import WrongResult
-from ..entries import Entries, Grad, Step
+from ..entries import Entries, Function, Grad, Step
 from .builder import Build
 from .contents import Contents
 from .package_writer import write_package
@@ -34,10 +35,11 @@ def checked_package(
     weights: bool,
     portable: bool,
     tune: str,
+    metadata: str,
     progress: Progress,
     runtime: str | None = None,
 ) -> Manifest:
-    """Write the package. One of its targets is this machine's kind."""
+    """Write the package. One of its targets is this machine's kind. ``metadata``: a JSON object, or ""."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
@@ -47,7 +49,7 @@ def checked_package(
             build.add(name, entry)
         while True:
             examples: dict[str, torch.Tensor] = {}
-            manifest = build.manifest(weights)
+            manifest = dataclasses.replace(build.manifest(weights), metadata=metadata)
             try:
                 manifest = build.check(manifest, contents.packages(manifest), examples)
                 break
@@ -85,6 +87,6 @@ def everything_kept(entries: Entries) -> Iterator[None]:
 
 def _programs(entries: Entries) -> list[nn.Module]:
     """Return the exported programs and the loss functions."""
-    fns = [e.fn if isinstance(e, Grad) else e.module for e in entries.values()]
+    fns = [e.fn if isinstance(e, Function | Grad) else e.module for e in entries.values()]
     fns += [e.loss_fn for e in entries.values() if isinstance(e, Step) and e.loss_fn is not None]
     return [p if isinstance(p, nn.Module) else program_module.FunctionModule(p) for p in fns]

@@ -1,4 +1,4 @@
-"""Capture and compile a ``module`` or ``grad`` entry, and prepare its check."""
+"""Capture and compile a ``module``, ``function`` or ``grad`` entry, and prepare its check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..checks.declared_sizes import hold_declared_sizes
 from ..checks.example_sizes import Example, sizes_to_check
 from ..checks.named_results import Wrt
 from ..checks.stored_results import Stored
-from ..entries import Grad, Module, Variant
+from ..entries import Function, Grad, Module, Variant
 from . import tuning
 from .contents import Check, Contents
 from .variant_capture import Names, captured_variant, requiring_gradients, resolve_names
@@ -37,7 +37,7 @@ Weights = Mapping[str, tuple[str, torch.Tensor]]
 """The weight's key in the package and the tensor, by the program's own name."""
 
 
-def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[EntrySpec, Check]:
+def add_program(contents: Contents, name: str, entry: Module | Function | Grad) -> tuple[EntrySpec, Check]:
     """Return the manifest's description of ``entry`` and its check. Graphs, weights and libraries go to ``contents``."""
     fn = entry.module if isinstance(entry, Module) else entry.fn
     program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
@@ -51,14 +51,14 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
 
     def entry_of(*variants: VariantSpec) -> EntrySpec:
         spec = EntrySpec(
-            kind="module",
+            kind="function" if isinstance(entry, Function) else "module",
             state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
             variants=variants,
             modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
             training=program.training,
             layers=layers,
         )
-        return spec if isinstance(entry, Module) else _grad_entry(spec, entry, wrt)
+        return _grad_entry(spec, entry, wrt) if isinstance(entry, Grad) else spec
 
     for i, variant in enumerate(entry.variants):
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
@@ -70,13 +70,13 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
             program,
             module=program,
             mode=mode,
-            kind="module" if isinstance(entry, Module) else "grad",
+            kind="grad" if isinstance(entry, Grad) else "module",
             signature=signature,
             names=functools.partial(_names, entry, variant, program, signature),
         ) as (example, targets, joint):
             prefix = f"{name}.{i}"
             submodules = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
-            if isinstance(entry, Module):
+            if not isinstance(entry, Grad):
                 candidates = _module_candidates(contents, prefix, entry, program, state, example, joint, weights, submodules)
             else:
                 wrt = tuple(_by_number(targets or [], joint, weights))
@@ -98,11 +98,13 @@ def add_program(contents: Contents, name: str, entry: Module | Grad) -> tuple[En
     return entry_of(*variants), check
 
 
-def _names(entry: Module | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
+def _names(entry: Module | Function | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
     """Return the differentiated names; None for all tensors that require a gradient."""
     if isinstance(entry, Grad):
         by_default = "parameters" if entry.fn is program else "inputs"
         return resolve_names("wrt", entry.wrt if entry.wrt is not None else by_default, program, signature, example)
+    if isinstance(entry, Function):
+        return []
     if variant.requires_grad is not None:
         return resolve_names("requires_grad", variant.requires_grad, program, signature, example)
     return None
@@ -141,7 +143,7 @@ def _grad_candidate(
 def _module_candidates(
     contents: Contents,
     prefix: str,
-    entry: Module,
+    entry: Module | Function,
     program: nn.Module,
     state: Mapping[str, torch.Tensor],
     example: Example,
@@ -150,7 +152,7 @@ def _module_candidates(
     submodules: tuple[str, ...],
 ) -> list[tuning.Candidate]:
     """Return one candidate per partitioner: the forward, the backward and its derivatives up to ``entry.order``, split into graphs."""
-    higher = _higher_orders(entry.order, program, (example.args, example.kwargs), joint, weights)
+    higher = _higher_orders(entry.order if isinstance(entry, Module) else 1, program, (example.args, example.kwargs), joint, weights)
     unreached = () if joint.differentiable else requiring_gradients(state, example)
 
     def candidate(partitioner: str) -> tuning.Candidate:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
 
 from .compatibility import choose
 from .entries.dispatch import Entry
+from .entries.function import LoadedFunction
 from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
-from .errors import AotBackwardError, InputError
+from .entries.pickling import check_shape
+from .errors import AotBackwardError, InputError, PackageError
 from .format.manifest import ClippingSpec, EntrySpec, Manifest, StructureSpec, UpdateSpec
 from .native.bound_state import BoundState
 from .native.cuda_graphs import Gpu, GraphedLibrary, GraphReport, Graphs
@@ -28,11 +31,14 @@ from .package.archive import Archive, open_package
 from .package.signature_policy import Key, Policy, admission
 from .training.step import LoadedStep
 
+Loaded = LoadedModule | LoadedFunction | LoadedGrad | LoadedStep
+
 
 class Package:
     """A loaded package. Entries of one package share their weights: training one changes the others.
 
-    A package can be neither copied nor pickled. Load it again, or copy a loaded module or step with ``copy.deepcopy``.
+    A copy or a pickle of a package holds its weights and its path: it is opened again, and must be the same file. A pickled entry brings a package of
+    its own.
 
     Attributes:
         device: The device of the package's code and weights, a ``torch.device``.
@@ -51,17 +57,29 @@ class Package:
         types: Mapping[str, type],
         device: torch.device | None = None,
         graphs: Graphs | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
-        """``weights`` lie on ``device``; by default the current device of the package's kind. ``graphs``: captures calls, if given."""
-        self._graphs = graphs
+        """``weights`` lie on ``device``; by default the current device of the package's kind. ``graphs``: captures calls, if given. ``options``: the
+        arguments of :func:`load`."""
+        self._graphs, self._options = graphs, dict(options or {})
         self._archive, self._weights, self._types = archive, dict(weights), dict(types)
         self.device = device or device_of(archive.manifest)
-        self._made: dict[str, LoadedModule | LoadedGrad | LoadedStep] = {}
+        self._made: dict[str, Loaded] = {}
 
     @property
     def manifest(self) -> Manifest:
         """The contents of the package as data (``docs/format.md``)."""
         return self._archive.manifest
+
+    @property
+    def path(self) -> Path:
+        """The absolute path of the file."""
+        return self._archive.path.absolute()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the package, given at export; {} if there is none. Entries have their own."""
+        return dict(json.loads(self.manifest.metadata)) if self.manifest.metadata else {}
 
     @property
     def cudagraphs(self) -> GraphReport | None:
@@ -70,7 +88,7 @@ class Package:
 
     @property
     def entries(self) -> dict[str, str]:
-        """Name and kind ("module", "grad", "step", "replay") of each entry."""
+        """Name and kind ("module", "function", "grad", "step", "replay") of each entry."""
         return {name: spec.kind for name, spec in self.manifest.entries.items()}
 
     def module(self, name: str | None = None) -> LoadedModule:
@@ -86,6 +104,20 @@ class Package:
             AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
         """
         return self._get("module", name)  # type: ignore[return-value]
+
+    def function(self, name: str | None = None) -> LoadedFunction:
+        """Return an entry of kind "function", always the same object.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The function, which computes no gradients.
+
+        Raises:
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+        """
+        return self._get("function", name)  # type: ignore[return-value]
 
     def grad(self, name: str | None = None) -> LoadedGrad:
         """Return an entry of kind "grad", always the same object.
@@ -135,11 +167,32 @@ class Package:
         libraries = self._open(c.library for c in spec.clippings)
         return [(c, libraries[c.library]) for c in spec.clippings]
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise AotBackwardError(
-            f"a loaded package ({self._archive.path}) can be neither copied nor pickled: load it again in the other process, and pass its "
-            "weights as a state_dict(); a loaded module or step can be copied (copy.deepcopy)"
-        )
+    def __reduce__(self) -> Any:
+        return partial(_reopened, *self._origin), (), self._current()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return self.__reduce__()
+
+    def __setstate__(self, weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for key, value in weights.items():
+                check_shape(key, value, self._weights[key])
+                self._weights[key].copy_(value)
+
+    @property
+    def _origin(self) -> tuple[str, str, dict[str, Any]]:
+        options = self._options
+        if options.get("weights") is not None:
+            options = {**options, "weights": self._current()}
+        return str(self.path), self._archive.manifest_digest, options
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Return the weights by key, as the entries have changed them."""
+        out = {key: t.detach() for key, t in self._weights.items()}
+        for name, loaded in self._made.items():
+            held = loaded._aot_current() if isinstance(loaded, LoadedModule) else loaded._held
+            out |= {s.weight: t.detach() for s, t in zip(self.manifest.entries[name].state, held, strict=True)}
+        return out
 
     def _name(self, kind: str, name: str | None) -> str:
         names = [n for n, k in self.entries.items() if k == kind]
@@ -149,7 +202,7 @@ class Package:
             raise AotBackwardError(_other_entries(str(self._archive.path), self.entries, kind, name, names))
         return name
 
-    def _get(self, kind: str, name: str | None) -> LoadedModule | LoadedGrad | LoadedStep:
+    def _get(self, kind: str, name: str | None) -> Loaded:
         name = self._name(kind, name)
         if name not in self._made:
             self._made[name] = self._make(name, self.manifest.entries[name])
@@ -164,9 +217,10 @@ class Package:
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
         fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
-        return Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device), own
+        reopen = partial(_reopened, *self._origin, spec.kind, name)
+        return Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device, reopen), own
 
-    def _make(self, name: str, spec: EntrySpec) -> LoadedModule | LoadedGrad | LoadedStep:
+    def _make(self, name: str, spec: EntrySpec) -> Loaded:
         manifest = self.manifest
         entry, own = self._entry(name, spec)
         tensors = {k: self._weights[k] for k in own}
@@ -175,7 +229,9 @@ class Package:
             # processes that train together must round alike, so the digest includes the target
             digest = f"{self._archive.manifest_digest} for {manifest.target.label}"
             return LoadedStep(entry, tensors, digest, not others.isdisjoint(own))
-        return LoadedModule(entry, tensors) if spec.kind == "module" else LoadedGrad(entry, tensors, not others.isdisjoint(own))
+        if spec.kind == "module":
+            return LoadedModule(entry, tensors)
+        return (LoadedFunction if spec.kind == "function" else LoadedGrad)(entry, tensors, not others.isdisjoint(own))
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
         libraries = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}
@@ -242,6 +298,11 @@ def load(
         >>> loss = package.module()(torch.randn(100, 8)).square().mean()
         >>> loss.backward()
     """
+    types, imports = tuple(types), tuple(imports)
+    options = {
+        "weights": weights, "types": types, "device": device, "cudagraphs": cudagraphs, "target": target, "imports": imports,
+        "signature": signature, "key": key, "mmap": mmap,
+    }  # fmt: skip
     archive = open_package(Path(path), admit=admission(signature, key))
     requested_device = _device(device)
     archive.choose(choose(archive.manifest, target, requested_device, path))
@@ -258,9 +319,19 @@ def load(
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
         warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
-    return Package(
-        archive, tensors, {f"{t.__module__}.{t.__qualname__}": t for t in types}, run_device, Graphs(Gpu(run_device)) if cudagraphs else None
-    )
+    by_name = {f"{t.__module__}.{t.__qualname__}": t for t in types}
+    return Package(archive, tensors, by_name, run_device, Graphs(Gpu(run_device)) if cudagraphs else None, options)
+
+
+def _reopened(path: str, digest: str, options: dict[str, Any], kind: str = "", name: str = "") -> Any:
+    """Load a package, or an entry of it, again for a copy or a pickle."""
+    package = load(path, **options)
+    actual = package._archive.manifest_digest
+    if actual != digest:
+        raise PackageError(
+            f"{path}: expected the file that was pickled, manifest SHA-256 {digest}, got {actual}. Restore that file, or load the new one."
+        )
+    return getattr(package, kind)(name) if kind else package
 
 
 def _device(device: str | torch.device | None) -> torch.device | None:
@@ -285,4 +356,4 @@ def _or(words: Sequence[str]) -> str:
 
 
 _ENTRIES_SHOWN = 8  # entries, in a message
-_WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "grad", "step")} | {"replay": "replay(path, entry={name!r})"}
+_WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "function", "grad", "step")} | {"replay": "replay(path, entry={name!r})"}

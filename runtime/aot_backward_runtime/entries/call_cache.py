@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import torch_api
+from ..errors import ExecutionError
 from ..native.guards import Fast
 from ..native.memory import Ranges
 from ..native.plan import Runnable
@@ -19,7 +20,9 @@ class CachedCall:
     """The data to repeat a call of an entry's variant. Once :meth:`remember` has seen arguments, similar ones (:meth:`fits`) can be passed to
     :attr:`native` unchanged, in the order :attr:`order`."""
 
-    __slots__ = ("_count", "_held", "_holds", "_index", "_sizes", "_tree", "_types", "_variant", "_written", "native", "order", "plain", "runnable")
+    __slots__ = (
+        "_count", "_held", "_holds", "_index", "_sizes", "_tree", "_types", "_variant", "_written", "native", "order", "plain", "runnable", "writes",
+    )  # fmt: skip
 
     native: Callable[[Any], list[torch.Tensor]]
 
@@ -27,6 +30,8 @@ class CachedCall:
         """``held``: the entry's state. ``written``: the memory that the call writes, if any."""
         self.runnable = runnable
         self._variant, self._sizes, self._types, self._held, self._written = matched.variant, matched.sizes, entry.types, held, written
+        self.writes = [held[i] for i in runnable.writes]
+        """The tensors of the state that the call writes."""
         self._index = entry.index
         self._tree = matched.variant.spec.out_tree
         self._count = len(matched.variant.spec.inputs)
@@ -56,6 +61,11 @@ class CachedCall:
         if self._written is not None:
             self.runnable.refuse_overlap(self._written, args, self._variant.spec.inputs)
         return True
+
+    def failed(self, error: RuntimeError) -> ExecutionError:
+        """Return the error to raise after native code raised ``error``."""
+        assert self.runnable.library is not None
+        return error if isinstance(error, ExecutionError) else self.runnable.library.failed(error)
 
     def value(self, results: list[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
         """Return the program's result. ``inputs``: the caller's tensors."""

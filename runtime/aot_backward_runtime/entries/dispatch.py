@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,18 @@ class MatchedCall:
 class Entry:
     """An entry's variants and state."""
 
-    def __init__(self, name: str, spec: EntrySpec, libraries: Mapping[str, Library], state: BoundState, types: Types, device: torch.device):
-        self.name, self.spec, self.state, self.types, self.device = name, spec, state, types, device
+    def __init__(
+        self,
+        name: str,
+        spec: EntrySpec,
+        libraries: Mapping[str, Library],
+        state: BoundState,
+        types: Types,
+        device: torch.device,
+        reopen: Callable[[], Any] | None = None,
+    ):
+        """``reopen``: a function that can be pickled and loads the entry again from its file."""
+        self.name, self.spec, self.state, self.types, self.device, self.reopen = name, spec, state, types, device, reopen
         self.libraries = libraries
         self.variants = [Variant(v, libraries, device) for v in spec.variants]
         by_mode: dict[str, set[frozenset[str]]] = {}
@@ -57,7 +67,7 @@ class Entry:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
-        return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device)
+        return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device, self.reopen)
 
     def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None = None) -> MatchedCall:
         """Find the variant that serves these arguments. :class:`InputError` gives the reason if none does.

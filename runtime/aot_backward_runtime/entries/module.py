@@ -17,13 +17,14 @@ from .attachment import Attachment, Otherwise, detach
 from .dispatch import Entry
 from .module_call import call_entry
 from .named_tensors import slot_of
+from .pickling import pickled, refuse_shallow_copy, restore
 
 
 class LoadedModule(nn.Module):
     """A module that behaves like the exported one: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
 
-    Submodules are empty modules that carry the names. The command ``aot-backward inspect`` lists shapes and dtypes of inputs and outputs. You can
-    copy it with ``copy.deepcopy``; to pickle it, pickle its ``state_dict()``.
+    Submodules are empty modules that carry the names. The command ``aot-backward inspect`` lists shapes and dtypes of inputs and outputs. A pickle
+    holds the tensors and the path of the package, which must still be there when it is read.
 
     Examples:
         >>> model = load("net.pt2").module()
@@ -128,15 +129,31 @@ class LoadedModule(nn.Module):
         except KeyError as error:
             raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the entry, given at export; {} if there is none."""
+        return self._aot_entry.spec.json_metadata
+
+    def __copy__(self) -> LoadedModule:
+        return refuse_shallow_copy(self)
+
     def __reduce__(self) -> Any:
-        raise TypeError("a loaded module cannot be pickled: pickle its state_dict(), and load the package again")
+        tensors = pickled(self._aot_entry.spec.state, self._aot_tensors())
+        return self._aot_entry.reopen, (), {"tensors": tensors, "training": self.training, "own": self._aot_own(), "modules": self._aot_added()}
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return self.__reduce__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restore(self._aot_entry.spec.state, self._aot_current(), state["tensors"])
+        self.train(state["training"])
+        self.__dict__.update(state["own"])
+        for name, module in state["modules"].items():
+            self.add_module(name, module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModule:
         entry = self._aot_entry
-        for spec, tensor in zip(entry.spec.state, self._aot_current(), strict=True):
-            if tensor is None:
-                raise WeightsError(f"{spec.name} is None, and compiled code reads it: give it a tensor before the copy, or load the package again")
-        tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
+        tensors = {s.weight: t.detach().clone() for s, t in zip(entry.spec.state, self._aot_tensors(), strict=True)}
         out = LoadedModule(copy.deepcopy(entry, memo), tensors)
         out.train(self.training)
         for old, new in zip(self._aot_current(), out._aot_current(), strict=True):
@@ -144,13 +161,27 @@ class LoadedModule(nn.Module):
                 new.requires_grad_(old.requires_grad)
                 new.grad = None if old.grad is None else old.grad.clone()
         memo[id(self)] = out
-        for name, value in self.__dict__.items():  # the caller's own attributes and hooks
-            if name not in out.__dict__ or name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
-                out.__dict__[name] = copy.deepcopy(value, memo)
-        for name, module in self._modules.items():
-            if name not in out._modules:
-                out.add_module(name, copy.deepcopy(module, memo))
+        for name, value in self._aot_own().items():
+            out.__dict__[name] = copy.deepcopy(value, memo)
+        for name, module in self._aot_added().items():
+            out.add_module(name, copy.deepcopy(module, memo))
         return out
+
+    def _aot_tensors(self) -> list[torch.Tensor]:
+        """Return the state for a copy."""
+        tensors = self._aot_current()
+        for spec, tensor in zip(self._aot_entry.spec.state, tensors, strict=True):
+            if tensor is None:
+                raise WeightsError(f"{spec.name} is None, and compiled code reads it: give it a tensor before the copy, or load the package again")
+        return tensors
+
+    def _aot_own(self) -> dict[str, Any]:
+        """Return the caller's own attributes and hooks."""
+        return {n: v for n, v in self.__dict__.items() if n not in _STANDARD or n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+
+    def _aot_added(self) -> dict[str, nn.Module | None]:
+        """Return the submodules that the caller added."""
+        return {n: m for n, m in self._modules.items() if not isinstance(m, _Part)}
 
     def attach(self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0) -> Attachment:
         """Make ``net(x)`` run this entry's compiled code, on the parameters and buffers of ``net``.
@@ -241,6 +272,9 @@ class _Part(nn.Module):
 
     register_forward_hook = register_forward_pre_hook = register_full_backward_hook = register_full_backward_pre_hook = _hooked
     register_backward_hook = _hooked
+
+
+_STANDARD = {*nn.Module().__dict__, "_aot_entry", "_aot_slots", "_aot_apart"}
 
 
 def _refuse_change(name: str) -> None:

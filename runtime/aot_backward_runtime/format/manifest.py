@@ -4,6 +4,7 @@
 a reader ignores unknown fields of a version later than its own, unless ``required_features`` names a feature it does not know.
 
 Changes (newest first):
+    1.16 2026-11-28  ``Manifest.metadata`` and ``EntrySpec.metadata``; entries of kind "function"; names of outputs
     1.15 2026-11-28  the manifest ends with its own SHA-256; unknown fields are refused
     1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 and ``Speed.choices`` of 1.9 are no longer written, and ignored
     1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
@@ -25,11 +26,13 @@ Changes (newest first):
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-FORMAT_VERSION = (1, 15)
+FORMAT_VERSION = (1, 16)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -454,7 +457,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class EntrySpec:
-    kind: str  # "module", "grad", "replay" or "step"
+    kind: str  # "module", "function", "grad", "replay" or "step"
     state: tuple[StateSpec, ...]
     variants: tuple[VariantSpec, ...]
     modules: tuple[str, ...] = ()  # every submodule's name, so that empty ones are rebuilt too
@@ -468,7 +471,13 @@ class EntrySpec:
     updates: tuple[UpdateSpec, ...] = ()  # of a replay entry
     clippings: tuple[ClippingSpec, ...] = ()  # of a replay entry
     layers: tuple[LayerSpec, ...] = ()  # of a module entry: itself and every submodule
+    metadata: str = ""  # the author's JSON object, or ""
     standalone: str = ""  # "verified": the C library reproduced the stored results without PyTorch; else the reason why not, or "" if untested
+
+    @property
+    def json_metadata(self) -> dict[str, Any]:
+        """Return the author's metadata; {} if there is none."""
+        return dict(json.loads(self.metadata)) if self.metadata else {}
 
     @property
     def in_place(self) -> tuple[UpdateSpec | ClippingSpec, ...]:
@@ -597,3 +606,4 @@ class Manifest:
     notes: dict[str, str] = field(default_factory=dict)  # for people; the runtime does not read them
     targets: tuple[Target, ...] = ()  # further targets; every library has a build for each
     operators: dict[str, OperatorSpec] = field(default_factory=dict)  # operators that libraries call and PyTorch lacks, "mine::cube"
+    metadata: str = ""  # the author's JSON object, or ""

@@ -38,7 +38,13 @@ from ..format.manifest import (
 from .targets import targets_of
 
 DEVICES = ("cpu", "cuda")
-ROLES = {"module": ("forward", "backward", "inference"), "grad": ("gradient",), "step": ("step", "accumulate"), "replay": ()}
+ROLES = {
+    "module": ("forward", "backward", "inference"),
+    "function": ("inference",),
+    "grad": ("gradient",),
+    "step": ("step", "accumulate"),
+    "replay": (),
+}
 """The kinds of entries, and the plans that a variant of each may have."""
 _NUMBERED = re.compile(r"(input|saved|cotangent|result|value):(0|[1-9][0-9]{0,8})")
 _VERSION = re.compile(r"([0-9]{1,9}(\.[0-9]{1,9})*)?")

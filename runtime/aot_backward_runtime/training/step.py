@@ -16,6 +16,7 @@ import torch
 from ..entries.bound_parameter import BoundParameter, StepParameter, Watch, bound, has_hooks, resizable
 from ..entries.call_cache import CachedCall
 from ..entries.dispatch import Entry, MatchedCall
+from ..entries.pickling import pickled, refuse_shallow_copy, restore
 from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
 from ..native.library import Binding, reason_of
 from ..native.memory import Ranges
@@ -94,6 +95,11 @@ class LoadedStep(torch.optim.Optimizer):
         if shared and any(map(resizable, self._held)):
             self._expose()
         allocator.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the entry, given at export; {} if there is none."""
+        return self._entry.spec.json_metadata
 
     # calling
 
@@ -606,11 +612,24 @@ class LoadedStep(torch.optim.Optimizer):
             other._state.set_accumulated(self._state.accumulated)
             return other
 
-    def __reduce__(self) -> Any:
-        raise AotBackwardError("a loaded step cannot be pickled: save(path) its state, and load the package in the other process")
+    def __copy__(self) -> LoadedStep:
+        return refuse_shallow_copy(self)
 
-    __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731
-    __getstate__ = __reduce__
+    def __reduce__(self) -> Any:
+        with self._lock:
+            self._check_consistent()
+            tensors = pickled(self._entry.spec.state, self._held)
+            accumulated = self._state.accumulated
+            return self._entry.reopen, (), {"tensors": tensors, "state": self.state_dict(), "accumulated": accumulated, "mode": self._mode}
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return self.__reduce__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restore(self._entry.spec.state, self._held, state["tensors"])
+        self.load_state_dict(state["state"])
+        self._state.set_accumulated(state["accumulated"])
+        self._mode = state["mode"]
 
     def _expose(self, kind: str = _MODULE) -> None:
         """Record that user code may hold the tensors of ``kind``, give them other memory, and use them in autograd graphs."""
