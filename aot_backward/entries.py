@@ -129,6 +129,8 @@ class Step:
         clip_value: The largest absolute value of an element of these gradients, as ``torch.nn.utils.clip_grad_value_``.
         skip_nonfinite: Whether parameters and the optimizer's state stay unchanged if a gradient (with ``clip_norm``: their norm) has Inf or NaN.
         loss_scale: The initial factor of the loss, by which gradients are divided, for float16; it then follows ``torch.amp.GradScaler``'s rule.
+        ema: The decay of exponential moving averages of the trained parameters, made after each update, as ``AveragedModel`` of
+            ``torch.optim.swa_utils`` with ``get_ema_multi_avg_fn(ema)``: after the first update they are the parameters themselves.
         metadata: A JSON object of your own.
 
     Examples:
@@ -148,6 +150,7 @@ class Step:
     clip_value: float | None = None
     skip_nonfinite: bool = False
     loss_scale: float | None = None
+    ema: float | None = None
     metadata: Mapping[str, Any] | None = None
 
 

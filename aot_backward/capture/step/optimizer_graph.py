@@ -33,14 +33,18 @@ from ..trace_environment import tracing
 from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
 from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form
 
+AVERAGE, AVERAGED = "ema", "n_averaged"
+"""Keys of the state that an entry adds with ``ema``: the average of each trained parameter, and the number of updates in the averages.
+docs/format.md (section 5) fixes them."""
 _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 """Optimizers that are traced as ``capturable``: their other form chooses a formula by the value of a tensor."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; the vector of numbers. It
-    returns new parameters, new slots and, if requested, the gradients' norm and whether all of them were finite."""
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; with ``ema`` the averages and
+    their count; the vector of numbers. It returns the new values of all but the gradients and numbers and, if requested, the gradients' norm and
+    whether all of them were finite."""
 
     graph: torch.fx.GraphModule
     allowed: tuple[NumberSpec, ...]
@@ -62,6 +66,8 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
     with fake_mode:
         slots = [torch.empty_strided(s.value.shape, s.value.stride(), dtype=s.value.dtype, device=s.value.device) for s in about.slots]
         vector = torch.empty(FIRST_NUMBER + len(values), dtype=torch.float64, device=parameters[0].device)
+        if settings.ema is not None:
+            slots += [*map(torch.empty_like, parameters), torch.empty((), dtype=torch.float64, device=parameters[0].device)]
 
     def update(grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
         return _update(about, settings, grads, params, states, first, numbers)
@@ -83,7 +89,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
             key=about.numbers[i].key if i < len(about.numbers) else labels[i],
             position=about.numbers[i].position if i < len(about.numbers) else -1,
             value=values[i],
-            allowed=_allowed(env, symbols[i], values[i]),
+            allowed=(Interval(0.0, 1.0, False, False),) if labels[i] == "ema" else _allowed(env, symbols[i], values[i]),
         )
         for i in range(len(values))
     )
@@ -122,6 +128,7 @@ def _symbol(env: Any, name: str, value: float) -> Any:
 def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
     """Make one step as a function of tensors. ``first``: 1 if the optimizer has no state yet."""
     group_numbers, clips = list(numbers[: len(about.numbers)]), list(numbers[len(about.numbers) :])
+    averages, states = states[len(about.slots) :], states[: len(about.slots)]
     norm = finite = None
     if settings.clip_norm is not None:
         norm = nn.utils.get_total_norm(grads, foreach=False)
@@ -141,7 +148,18 @@ def _update(about: OptimizerSpec, settings: Settings, grads: Any, params: Any, s
         if first_step is not None:
             new_params = [torch.where(first != 0, a, b) for a, b in zip(first_step[0], new_params, strict=True)]
             new_state = [torch.where(first != 0, a, b) for a, b in zip(first_step[1], new_state, strict=True)]
-    return new_params, new_state, [v for v in (norm, finite) if v is not None]
+        new_averages = _averaged(averages, new_params, clips[-1]) if settings.ema is not None else []
+    return new_params, new_state + new_averages, [v for v in (norm, finite) if v is not None]
+
+
+def _averaged(averages: Sequence[Any], params: Sequence[Any], decay: Any) -> list[Any]:
+    """Return the new averages and their count, as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``: the first time the
+    parameters themselves, then by the formula of the kernel of ``lerp``."""
+    *averages, count = averages
+    weight = 1 - _full(decay) * torch.clamp(count, max=1.0)
+    is_small = weight < 0.5
+    factor = torch.where(is_small, weight, weight - 1)
+    return [torch.where(is_small, a, p) + factor * (p - a) for a, p in zip(averages, params, strict=True)] + [count + 1]
 
 
 def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:

@@ -60,19 +60,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class Settings:
-    """Operations of an entry on gradients before the optimizer step."""
+    """Operations of an entry on gradients before the optimizer step, and the decay of averages of the parameters after it."""
 
     clip_norm: float | None = None
     clip_value: float | None = None
     skip_nonfinite: bool = False
     loss_scale: float | None = None
+    ema: float | None = None
 
     @property
     def numbers(self) -> dict[str, float]:
         """The numbers that are read when the graph runs, in order; they follow the optimizer's own."""
-        return {key: float(v) for key in ("clip_norm", "clip_value", "loss_scale") if (v := getattr(self, key)) is not None}
+        return {key: float(v) for key in ("clip_norm", "clip_value", "loss_scale", "ema") if (v := getattr(self, key)) is not None}
 
     def __post_init__(self) -> None:
+        if self.ema is not None and not (type(self.ema) in (int, float) and 0 <= self.ema <= 1):
+            raise ExportError(f"ema: expected a decay from 0 to 1, such as 0.999, got {self.ema!r}")
         scale = self.loss_scale
         if scale is not None and not (type(scale) in (int, float) and 0 < float(torch.tensor(float(scale), dtype=torch.float32)) < math.inf):
             raise ExportError(f"loss_scale: expected a positive number, such as torch.amp.GradScaler's initial 65536.0, got {scale!r}")

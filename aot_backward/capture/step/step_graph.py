@@ -31,7 +31,7 @@ from ..joint_graph import Joint
 from ..partition import Partitions
 from ..program_module import FunctionModule
 from . import hyperparameters, optimizer_graph
-from .optimizer_graph import Update
+from .optimizer_graph import AVERAGE, AVERAGED, Update
 from .optimizer_spec import OptimizerSpec, Settings
 
 aten = torch.ops.aten
@@ -98,6 +98,14 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
         name = f"optimizer.{slot.key}.{slot.parameters[0]}"
         tensors[name] = slot.value
         slots.append(OptimizerStateSpec(slot.key, slot.parameters, name, slot.starts_as))
+    if settings.ema is not None:
+        if taken := {s.key for s in optimized.slots} & {AVERAGE, AVERAGED}:
+            raise ExportError(f"ema: {optimized.name} has state called {min(taken)!r}, and so would the averages. Rename it in the optimizer")
+        for parameter in optimized.trained:
+            slots.append(OptimizerStateSpec(AVERAGE, (parameter,), f"{AVERAGE}.{parameter}"))
+            tensors[slots[-1].state] = parameters[parameter].detach().clone()
+        slots.append(OptimizerStateSpec(AVERAGED, optimized.trained, AVERAGED))
+        tensors[AVERAGED] = torch.zeros((), dtype=torch.float64, device=parameters[optimized.trained[0]].device)
     gradients = {}
     if waiting:
         for parameter in optimized.trained:
