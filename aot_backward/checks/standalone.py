@@ -125,7 +125,7 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
 def _states(entry: EntrySpec) -> dict[str, str]:
     """Return the names of the compared tensors of the state, by their label in results."""
     if entry.step is None:
-        return {f"buffer {s.name}": s.name for s in entry.state if not s.parameter} if entry.kind == "module" else {}
+        return {f"buffer {s.name}": s.name for s in entry.state if not s.parameter} if entry.kind != "grad" else {}
     out = {f"{'parameter' if s.parameter else 'buffer'} {s.name[7:]}": s.name for s in entry.state if s.name.startswith("module.")}
     out |= {f"{slot.key} of {parameter}": slot.state for slot in entry.step.state for parameter in slot.parameters}
     return out | {f"{s.name[8:]} of the loss": s.name for s in entry.state if s.name.startswith("loss_fn.")}

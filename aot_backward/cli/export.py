@@ -60,7 +60,7 @@ class Program(click.ParamType):
     "wanted",
     multiple=True,
     metavar="WHICH",
-    help="Export only the entry of this name, or all of this kind: module, grad or step. May be given several times.",
+    help="Export only the entry of this name, or all of this kind: module, function, grad or step. May be given several times.",
 )
 @click.option(
     "--runtime",
@@ -91,7 +91,7 @@ def export(
     """Compile the entries that the function NAME of FILE.py returns into the package OUT.pt2.
 
     NAME takes no arguments. It returns an aot_backward.Module, Grad or Step, or a dict of several by their names in the package; a single
-    entry is called "module", "grad" or "step". Export compares every gradient, and every change of a training step, with eager before it
+    entry is called "module", "function", "grad" or "step". Export compares every gradient, and every change of a training step, with eager before it
     writes anything.
 
     With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx.
@@ -122,20 +122,20 @@ def _check_options(context: click.Context, form: str) -> None:
 
 
 def _entries(path: Path, name: str) -> Entries:
-    from ..api import Grad, Module, Step
+    from ..entries import Function, Grad, Module, Step
 
     entries = _call(_function(path, name), f"{path}:{name}")
-    if isinstance(entries, (Module, Grad, Step)):
+    if isinstance(entries, (Module, Function, Grad, Step)):
         return {_kind(entries): entries}
     if (
         not isinstance(entries, dict)
         or not entries
-        or not all(isinstance(k, str) and isinstance(v, (Module, Grad, Step)) for k, v in entries.items())
+        or not all(isinstance(k, str) and isinstance(v, (Module, Function, Grad, Step)) for k, v in entries.items())
     ):
         description = (
             f"a dict of {sorted({type(v).__name__ for v in entries.values()})}" if isinstance(entries, dict) and entries else repr(entries)[:60]
         )
-        raise click.ClickException(f"{path}:{name} returned {description}; return a Module, a Grad, a Step, or a dict of them by name")
+        raise click.ClickException(f"{path}:{name} returned {description}; return a Module, a Function, a Grad, a Step, or a dict of them by name")
     return entries
 
 

@@ -24,8 +24,8 @@ _ELSEWHERE = {
 def call_entry(package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Call an entry on ``tensors`` and return the results by name. Inputs have the manifest's names: ``x``, ``batch['ids']``.
 
-    A module returns ``output[0]`` and so on. If ``tensors`` holds an incoming gradient, such as ``gradient of output[0]``, it also returns
-    ``gradient of NAME`` for each parameter and input that gets one. A gradient function returns ``value``, ``aux[0]`` and so on, and
+    A module or a function returns ``output[0]`` and so on. If ``tensors`` holds an incoming gradient, such as ``gradient of output[0]``, a module
+    also returns ``gradient of NAME`` for each parameter and input that gets one. A gradient function returns ``value``, ``aux[0]`` and so on, and
     ``gradient of NAME``. None gradients are omitted. ``tensors`` are moved to the package's device.
 
     ``name``: None chooses the only entry. ``mode``: "train" or "eval". The default is the module's mode at export, or the entry's only mode.
@@ -48,10 +48,9 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
     if not matches:
         expected, actual = (", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs)))
         raise InputError(f"entry {name!r} takes {f'the tensors {expected}' if expected else 'no tensors'}; the file holds {actual or 'no arguments'}")
-    if spec.kind == "grad" and incoming:
-        raise InputError(
-            f"entry {name!r} computes a loss and its gradients, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
-        )
+    if spec.kind != "module" and incoming:
+        result = "a loss and its gradients" if spec.kind == "grad" else "outputs without gradients"
+        raise InputError(f"entry {name!r} computes {result}, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}")
     errors = []
     for variant in matches:  # several take the same tensors if they differ in constants
         flat_inputs = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
@@ -59,6 +58,8 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
         try:
             if spec.kind == "grad":
                 return _gradient(package, name, mode, args, kwargs)
+            if spec.kind == "function":
+                return _outputs(package.function(name).train(mode == "train")(*args, **kwargs))
             return _module(package.module(name).train(mode == "train"), variant, args, kwargs, incoming)
         except InputError as error:
             errors.append(error)
@@ -80,7 +81,7 @@ def _module(
     module: LoadedModule, variant: VariantSpec, args: tuple[Any, ...], kwargs: dict[str, Any], incoming: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     with torch.set_grad_enabled(bool(incoming)):
-        outputs = {f"output[{i}]": t for i, t in enumerate(_leaves(module(*args, **kwargs)))}
+        outputs = _outputs(module(*args, **kwargs))
     for name in incoming:
         if name not in outputs or not outputs[name].requires_grad:
             names = [n for n, t in outputs.items() if t.requires_grad]
@@ -96,6 +97,10 @@ def _module(
         gradients = torch.autograd.grad([outputs[n] for n in incoming], list(sources.values()), list(incoming.values()), allow_unused=True)
         results |= {GRADIENT + n: g for n, g in zip(sources, gradients, strict=True) if g is not None}
     return results
+
+
+def _outputs(value: Any) -> dict[str, torch.Tensor]:
+    return {f"output[{i}]": t for i, t in enumerate(_leaves(value))}
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:

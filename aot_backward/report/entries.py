@@ -52,6 +52,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         ("Gradients of", folded(list(map(code, entry.names)), "gradients") if entry.names else None),
         *_step(entry),
         ("Layers", folded([code(_layer(layer)) for layer in entry.layers], "layers") if entry.layers else None),
+        ("Metadata", entry.metadata or None),
         ("Without PyTorch", standalone_in_words(entry.standalone) if entry.kind != "replay" else None),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]

@@ -38,6 +38,7 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
                 ("Graphs", graphs),
                 ("Required features", ", ".join(manifest.required_features)),
+                ("Metadata", archive.manifest.metadata or None),
                 *((f"Note: {key}", text) for key, text in manifest.notes.items()),
                 ("Signature", f"{signature.name} is next to the package and was not checked" if signature else None),
                 ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),

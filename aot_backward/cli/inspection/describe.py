@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable
 from itertools import groupby
@@ -54,6 +55,7 @@ def describe(archive: Archive) -> dict[str, Any]:
     entries = {
         name: {
             "kind": entry.kind,
+            "metadata": entry.json_metadata,
             "parameters": sum(s.parameter for s in entry.program_state),
             "buffers": sum(not s.parameter for s in entry.program_state),
             "gradients": list(entry.names),
@@ -77,6 +79,7 @@ def describe(archive: Archive) -> dict[str, Any]:
         "torch": manifest.torch,
         "target": dataclasses.asdict(manifest.target),
         "targets": [dataclasses.asdict(t) for t in targets],
+        "metadata": json.loads(manifest.metadata or "{}"),
         "notes": manifest.notes,
         "entries": entries,
         "libraries": libraries,

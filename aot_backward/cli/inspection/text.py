@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -24,6 +25,8 @@ def print_description(d: dict[str, Any]) -> None:
     say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none next to the package")
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     say(f"weights: {len(weights['tensors'])} tensors, {stored}")
+    if d["metadata"]:
+        say(f"metadata: {json.dumps(d['metadata'], ensure_ascii=False)}")
     for topic, note in d["notes"].items():
         say(f"{topic}: {note}")
     for operator, by in d["operators"].items():
@@ -40,6 +43,8 @@ def print_description(d: dict[str, Any]) -> None:
                 _show_clipping(clipping, names)
             continue
         say(f"\nentry {name!r}: {entry['kind']}, {entry['parameters']} parameters, {entry['buffers']} buffers")
+        if entry["metadata"]:
+            say(f"  metadata: {json.dumps(entry['metadata'], ensure_ascii=False)}")
         if entry["gradients"]:
             say(f"  gradients of {', '.join(entry['gradients'])}")
         say(f"  without PyTorch: {standalone_in_words(entry['standalone'])}")
