@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from .api import export, export_function, export_grad, export_module, export_step
     from .commands.sign import sign
+    from .derivative_entries import derivatives
     from .entries import Function, Grad, Module, Step, Variant
+    from .forcefield import forcefield
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .packaging.rebuild import rebuild
@@ -62,7 +64,8 @@ _HOME |= dict.fromkeys(
     ),
     "aot_backward_runtime",
 )
-_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export"}
+_HOME |= {"derivatives": "aot_backward.derivative_entries"}
+_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export", "forcefield": "aot_backward.forcefield"}
 _HOME |= {
     "rebuild": "aot_backward.packaging.rebuild",
     "record": "aot_backward.recording.record",
@@ -90,12 +93,14 @@ __all__ = [
     "WeightsError",
     "__version__",
     "convert",
+    "derivatives",
     "export",
     "export_function",
     "export_grad",
     "export_module",
     "export_onnx",
     "export_step",
+    "forcefield",
     "load",
     "rebuild",
     "record",
