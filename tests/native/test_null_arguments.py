@@ -69,7 +69,7 @@ for path in packages:
             call(*[None if "*" in kind else numbers[kind] for kind, _ in kinds])
 print(json.dumps(said, default=str))
 """
-MAY_BE_NULL = {("aotb_open", "options"), ("aotb_save", "extra"), ("aotb_resume", "extra")}
+MAY_BE_NULL = {("aotb_open", "options"), ("aotb_save", "extra"), ("aotb_resume", "extra"), ("aotb_metadata", "entry")}
 
 
 def test_null_in_any_argument_is_a_status_or_does_nothing(tmp_path: Path) -> None:

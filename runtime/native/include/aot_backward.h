@@ -1,7 +1,7 @@
 /* aot_backward.h: run packages of aot-backward from C, without Python and without PyTorch's headers.
  *
- * A package holds entries: gradient functions ("grad"), training steps ("step") and modules ("module"). aotb_open reads a package, aotb_get makes a
- * function from an entry, aotb_run calls the function:
+ * A package holds entries: gradient functions ("grad"), functions without gradients ("function"), training steps ("step") and modules ("module").
+ * aotb_open reads a package, aotb_get makes a function from an entry, aotb_run calls the function:
  *
  *     aotb_package *package;
  *     aotb_function *energy;
@@ -78,10 +78,14 @@ typedef struct {
 aotb_status aotb_open(const char *path, const aotb_options *options, aotb_package **out);
 void aotb_close(aotb_package *package); /* its functions stay valid */
 
-/* Number, names and kinds ("grad", "step" or "module") of the entries that C can call. */
+/* Number, names and kinds ("grad", "function", "step" or "module") of the entries that C can call. */
 uint32_t aotb_entries(const aotb_package *package);
 const char *aotb_entry(const aotb_package *package, uint32_t number);
 const char *aotb_entry_kind(const aotb_package *package, uint32_t number);
+
+/* The author's metadata of an entry, or of the package if `entry` is NULL: a JSON object as text, "{}" if there is none. It belongs to the package.
+ * NULL if the package has no such entry. */
+const char *aotb_metadata(const aotb_package *package, const char *entry);
 
 /* Seeds the random numbers (dropout, rand) of all functions like torch.manual_seed: the same seed gives eager's masks. */
 aotb_status aotb_seed(aotb_package *package, uint64_t seed);
@@ -96,7 +100,7 @@ typedef struct aotb_function aotb_function;
 aotb_status aotb_get(aotb_package *package, const char *entry, aotb_function **out);
 void aotb_free(aotb_function *function);
 
-const char *aotb_kind(const aotb_function *function); /* "grad", "step" or "module" */
+const char *aotb_kind(const aotb_function *function); /* "grad", "function", "step" or "module" */
 /* Selects the variants of training mode (dropout, batch statistics) or of evaluation mode. The default is the exported mode. */
 aotb_status aotb_train(aotb_function *function, int training);
 
@@ -127,7 +131,7 @@ aotb_status aotb_describe(const aotb_function *function, uint32_t variant, aotb_
  * array again. If you set `data` and `shape`, they are compared with the result's dtype and shape before anything runs, and the result is copied.
  * If a gradient is None in Python, `ndim` becomes -1.
  *
- * A step makes one update. A module computes without gradients. */
+ * A step makes one update. A module and a function compute without gradients. */
 aotb_status aotb_run(aotb_function *function, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count);
 
 /* The number of the variant that the last call ran. */

@@ -567,6 +567,16 @@ static PyObject *package_entries(PyObject *self, PyObject *none) {
   return out;
 }
 
+/* metadata(entry or None): JSON text */
+static PyObject *package_metadata(PyObject *self, PyObject *name) {
+  Package *p = (Package *)self;
+  Py_ssize_t length;
+  const char *text = name == Py_None ? NULL : PyUnicode_AsUTF8AndSize(name, &length), *found;
+  if (!text && name != Py_None) return NULL;
+  found = aotb_metadata(p->handle, text);
+  return found ? PyUnicode_FromString(found) : raise_error(p->module, AOTB_NAME);
+}
+
 static PyObject *package_seed(PyObject *self, PyObject *value) {
   Package *p = (Package *)self;
   unsigned long long seed = PyLong_AsUnsignedLongLongMask(value);
@@ -708,11 +718,9 @@ static PyType_Slot function_slots[] = {
 static PyType_Spec function_spec = {"aot_backward_native.Function", sizeof(Function), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                     function_slots};
 
-static PyMethodDef package_methods[] = {{"function", package_function, METH_O, NULL},
-                                        {"entries", package_entries, METH_NOARGS, NULL},
-                                        {"seed", package_seed, METH_O, NULL},
-                                        {"threads", package_threads, METH_O, NULL},
-                                        {NULL, NULL, 0, NULL}};
+static PyMethodDef package_methods[] = {{"function", package_function, METH_O, NULL}, {"entries", package_entries, METH_NOARGS, NULL},
+                                        {"metadata", package_metadata, METH_O, NULL}, {"seed", package_seed, METH_O, NULL},
+                                        {"threads", package_threads, METH_O, NULL},   {NULL, NULL, 0, NULL}};
 static PyType_Slot package_slots[] = {{Py_tp_dealloc, (void *)(uintptr_t)package_dealloc}, {Py_tp_methods, package_methods}, {0, NULL}};
 static PyType_Spec package_spec = {"aot_backward_native.OpenPackage", sizeof(Package), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                    package_slots};

@@ -85,15 +85,8 @@ aotb_status aotb_get(aotb_package *p, const char *name, aotb_function **out) {
   *out = NULL;
   REQUIRE(p, "package", A_PACKAGE);
   REQUIRE(name, "entry", "the name of an entry");
-  const entry_spec *entry = NULL;
-  for (uint32_t i = 0; i < p->m.entry_count; i++)
-    if (!strcmp(p->m.entries[i].name, name)) entry = &p->m.entries[i];
-  if (!entry) {
-    char has[512] = "none";
-    for (uint32_t i = 0, n = 0; i < p->m.entry_count && n < sizeof has; i++)
-      n += (uint32_t)snprintf(has + n, sizeof has - n, "%s%s (%s)", i ? ", " : "", SHOWN(p->m.entries[i].name), kind_name(p->m.entries[i].kind));
-    return aotb_fail(AOTB_NAME, "package %s has no entry '%s' that can be called from C; it has %s", p->path, SHOWN(name), has);
-  }
+  const entry_spec *entry = package_entry(p, name);
+  if (!entry) return AOTB_NAME;
   if (p->backend->standalone && !p->unchecked && strcmp(entry->standalone, "verified"))
     return aotb_fail(AOTB_INCOMPATIBLE, "package %s: entry %s %s%s: open the package with the backend libtorch", p->path, entry->name,
                      *entry->standalone ? "does not run on the backend standalone: it "

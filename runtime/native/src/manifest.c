@@ -358,10 +358,11 @@ static void read_variant(const reader *r, const place *p, const json *value, con
   v->step = plan(r, p, value, "step", e, v, s);
   v->accumulate = plan(r, p, value, "accumulate", e, v, s);
   resolve_symbols(r, p, v);
-  bool callable = e->kind == ENTRY_MODULE ? (v->backward ? v->forward != NULL : v->forward || v->inference)
-                  : e->kind == ENTRY_GRAD ? v->gradient != NULL
-                                          : v->step && v->step->library && !v->accumulate == !e->step_of->update &&
-                                                v->step->library->outputs.count >= 1u + e->step_of->norm + e->step_of->finite;
+  bool callable = e->kind == ENTRY_MODULE     ? (v->backward ? v->forward != NULL : v->forward || v->inference)
+                  : e->kind == ENTRY_FUNCTION ? v->inference != NULL
+                  : e->kind == ENTRY_GRAD     ? v->gradient != NULL
+                                              : v->step && v->step->library && !v->accumulate == !e->step_of->update &&
+                                                    v->step->library->outputs.count >= 1u + e->step_of->norm + e->step_of->finite;
   if (!callable) WRONG(r, p, "it cannot be called with the plans that it has%s", "");
 }
 
@@ -466,16 +467,27 @@ static uint32_t weight_number(const reader *r, const place *p, const char *key) 
   WRONG(r, p, "refers to the weight '%s', which the manifest does not have", shown(key, strlen(key)));
 }
 
+/* Returns the author's metadata, which is JSON text in a field. */
+static const char *metadata_of(const reader *r, const place *p, const json *object) {
+  const char *text = text_of(r, p, object, "metadata", "");
+  if (!*text) return "{}";
+  json value = json_read(r->a, arena_print(r->a, "%s.metadata", where(r, p)), text, strlen(text));
+  if (value.kind != JSON_OBJECT) WRONG(r, p, "metadata: expected an object, got %s", json_words(&value));
+  return text;
+}
+
 static bool read_entry(const reader *r, const place *p, const json *value, entry_spec *e) {
   typed(r, p, value, JSON_OBJECT);
   const char *kind = text_of(r, p, value, "kind", NULL);
   if (!strcmp(kind, "module")) e->kind = ENTRY_MODULE;
+  else if (!strcmp(kind, "function")) e->kind = ENTRY_FUNCTION;
   else if (!strcmp(kind, "grad")) e->kind = ENTRY_GRAD;
   else if (!strcmp(kind, "step")) e->kind = ENTRY_STEP;
   else return false; /* recorded passes, or a kind of a later version */
   e->name = value->key;
   e->training = truth(r, p, value, "training", true);
   e->standalone = text_of(r, p, value, "standalone", "");
+  e->metadata = metadata_of(r, p, value);
   const json *items = list(r, p, value, "state", true);
   e->state_count = items->count;
   e->state = TAKE(r->a, items->count + 1u, state_spec);
@@ -649,6 +661,7 @@ void manifest_read(manifest *m, const archive *z, const char *text, size_t lengt
   if (m->minor >= SEALED_SINCE && !sealed)
     arena_fail(r->a, AOTB_FORMAT, "corrupt: manifest.json of format 1.%" PRId64 " does not end with its SHA-256", m->minor);
   m->torch = text_of(r, NULL, &all, "torch", NULL);
+  m->metadata = metadata_of(r, NULL, &all);
   m->has_weights = truth(r, NULL, &all, "has_weights", true);
   const json *items = field(r, NULL, &all, "members", JSON_OBJECT, true);
   m->member_count = items->count;

@@ -1,4 +1,4 @@
-/* The manifest of a package as structs: the fields that C callers need, for entries of kind module, grad and step. The names follow the schema,
+/* The manifest of a package as structs: the fields that C callers need, for entries of kind module, function, grad and step. The names follow the schema,
  * runtime/aot_backward_runtime/format/manifest.py. Entries of recorded passes belong to a Python program and are skipped. */
 #ifndef AOTB_MANIFEST_H
 #define AOTB_MANIFEST_H
@@ -145,7 +145,7 @@ typedef struct {
   bool fresh, norm, finite, in_place;
 } step_spec;
 
-typedef enum { ENTRY_MODULE, ENTRY_GRAD, ENTRY_STEP } entry_kind;
+typedef enum { ENTRY_MODULE, ENTRY_FUNCTION, ENTRY_GRAD, ENTRY_STEP } entry_kind;
 
 typedef struct {
   const char *name;
@@ -155,6 +155,7 @@ typedef struct {
   state_spec *state;
   variant_spec *variants;
   step_spec *step_of;
+  const char *metadata;   /* JSON text, "{}" if there is none */
   const char *standalone; /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried */
 } entry_spec;
 
@@ -165,7 +166,7 @@ typedef struct {
 
 typedef struct {
   int64_t minor;
-  const char *torch;
+  const char *torch, *metadata; /* metadata: JSON text, "{}" if there is none */
   bool has_weights;
   uint32_t target_count, entry_count, library_count, weight_count, member_count;
   target_spec *targets;

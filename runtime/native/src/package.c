@@ -15,6 +15,7 @@
 #include "signature.h"
 
 #define MANIFEST "extra/aot_backward/manifest.json"
+#define SHOWN(text) shown(text, strlen(text))
 static const uint64_t LARGEST_MANIFEST = 64 << 20; /* bytes, by docs/format.md; bounds the memory for parsing */
 
 const uint8_t *package_member(const struct aotb_package *p, arena *a, const char *name, size_t *size) {
@@ -207,6 +208,17 @@ void aotb_close(aotb_package *p) {
   if (p) package_drop(p);
 }
 
+const entry_spec *package_entry(const struct aotb_package *p, const char *name) {
+  char has[512] = "none";
+  for (uint32_t i = 0, n = 0; i < p->m.entry_count; i++) {
+    const entry_spec *e = &p->m.entries[i];
+    if (!strcmp(e->name, name)) return e;
+    if (n < sizeof has) n += (uint32_t)snprintf(has + n, sizeof has - n, "%s%s (%s)", i ? ", " : "", SHOWN(e->name), kind_name(e->kind));
+  }
+  aotb_fail(AOTB_NAME, "package %s has no entry '%s' that can be called from C; it has %s", p->path, SHOWN(name), has);
+  return NULL;
+}
+
 uint32_t aotb_entries(const aotb_package *p) {
   REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
   return p->m.entry_count;
@@ -217,11 +229,21 @@ const char *aotb_entry(const aotb_package *p, uint32_t number) {
   return number < p->m.entry_count ? p->m.entries[number].name : NULL;
 }
 
-const char *kind_name(entry_kind kind) { return kind == ENTRY_GRAD ? "grad" : kind == ENTRY_STEP ? "step" : "module"; }
+const char *kind_name(entry_kind kind) {
+  static const char *const names[] = {[ENTRY_MODULE] = "module", [ENTRY_FUNCTION] = "function", [ENTRY_GRAD] = "grad", [ENTRY_STEP] = "step"};
+  return names[kind];
+}
 
 const char *aotb_entry_kind(const aotb_package *p, uint32_t number) {
   REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
   return number < p->m.entry_count ? kind_name(p->m.entries[number].kind) : NULL;
+}
+
+const char *aotb_metadata(const aotb_package *p, const char *name) {
+  REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
+  if (!name) return p->m.metadata;
+  const entry_spec *entry = package_entry(p, name);
+  return entry ? entry->metadata : NULL;
 }
 
 aotb_status aotb_seed(aotb_package *p, uint64_t seed) {

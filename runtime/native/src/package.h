@@ -21,6 +21,9 @@ const uint8_t *package_member(const struct aotb_package *p, arena *a, const char
 
 const char *kind_name(entry_kind kind);
 
+/* Returns the entry of that name; NULL after aotb_fail if there is none. */
+const entry_spec *package_entry(const struct aotb_package *p, const char *name);
+
 void package_keep(struct aotb_package *p);
 void package_drop(struct aotb_package *p);
 #endif

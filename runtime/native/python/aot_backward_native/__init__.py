@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AotBackwardError",
     "ExecutionError",
+    "Function",
     "Grad",
     "IncompatibleError",
     "InputError",
@@ -86,19 +87,43 @@ def load(
         >>> gradient.shape
         (4, 3)
     """
-    return Package(_extension.open(path, backend, public_key, unchecked), os.fspath(path))
+    return Package(_extension.open(path, backend, public_key, unchecked), Path(path))
 
 
 class Package:
     """An open package. Each function made from it has its own weights."""
 
-    def __init__(self, opened: Any, path: str):
+    def __init__(self, opened: Any, path: Path):
         self._opened, self._path = opened, path
 
     @property
     def entries(self) -> dict[str, str]:
-        """Name and kind ("grad", "module", "step") of each entry that can be called without PyTorch."""
+        """Name and kind ("grad", "function", "module", "step") of each entry that can be called without PyTorch."""
         return dict(self._opened.entries())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the package, given at export; {} if there is none. Entries have their own."""
+        return dict(json.loads(self._opened.metadata(None)))
+
+    @property
+    def path(self) -> Path:
+        """The absolute path of the file."""
+        return self._path.absolute()
+
+    def function(self, name: str | None = None) -> Function:
+        """Return a new function without gradients. Use one per thread.
+
+        Args:
+            name: The name of the entry; a sole one needs none.
+
+        Returns:
+            The function, with separate weights.
+
+        Raises:
+            PackageError: There is no such entry, or there are several and ``name`` is None.
+        """
+        return Function(*self._new("function", name))
 
     def grad(self, name: str | None = None) -> Grad:
         """Return a new gradient function. Use one per thread.
@@ -158,7 +183,7 @@ class Package:
         """
         self._opened.threads(count)
 
-    def _new(self, kind: str, name: str | None) -> tuple[str, Any]:
+    def _new(self, kind: str, name: str | None) -> tuple[Package, str]:
         entries = self.entries
         names = [n for n, k in entries.items() if k == kind]
         if name is None and len(names) == 1:
@@ -168,14 +193,20 @@ class Package:
             has = ", ".join(f"{k} {n!r}" for n, k in entries.items()) or "none that can be called without PyTorch"
             ways = " or ".join(f"load(path).{k}({n!r})" for n, k in entries.items() if n in (name, *names) or not names)
             raise PackageError(f"{self._path}: expected {wanted}, got {has}. {f'Call {ways}.' if ways else 'Export one.'}")
-        return name, self._opened.function(name)
+        return self, name
 
 
 class _Entry:
-    def __init__(self, name: str, function: Any):
-        self.name, self._function = name, function
+    def __init__(self, package: Package, name: str):
+        self.name, self._package = name, package
+        self._function = function = package._opened.function(name)
         self._names = [d[0] for d in function.describe(0, _INPUTS)]
         self._gradients = dict[int, list[str]]()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of the entry, given at export; {} if there is none."""
+        return dict(json.loads(self._package._opened.metadata(self.name)))
 
     @property
     def inputs(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -257,6 +288,37 @@ class Grad(_Entry):
         names = self._gradient_names()
         outputs, gradients = results[: -len(names)], results[-len(names) :]
         return _single(outputs), gradients[0] if len(names) == 1 else dict(zip(names, gradients, strict=True))
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Live views of parameters and buffers by name. You may write to them between calls."""
+        return self._states()
+
+
+class Function(_Entry):
+    """A function without gradients.
+
+    Examples:
+        >>> distances = abn.load("distances.pt2").function()
+        >>> distances(numpy.zeros((4, 3), "float32")).shape
+        (4, 4)
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs.
+
+        Args:
+            *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            **kwargs: Arrays by argument name.
+
+        Returns:
+            The output; a tuple if several.
+
+        Raises:
+            InputError: An argument does not fit. No code was run.
+            ExecutionError: Native code failed although its arguments were valid.
+        """
+        return _single(list(map(_shown, self._function.run(*self._arguments(args, kwargs)))))
 
     @property
     def parameters(self) -> dict[str, Any]:

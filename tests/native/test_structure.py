@@ -1,0 +1,115 @@
+"""Metadata, functions without gradients, and results in the caller's structure, from C and from Python without PyTorch."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aot_backward_native as abn
+import numpy as np
+import pytest
+import torch
+from torch.export import Dim
+
+import aot_backward as ab
+from aot_backward_runtime import load
+
+from ..support import c_library, golden_files
+from ..support.c_library import FORMAT, NAME, library
+from ..support.exports import shared
+from ..tools.fuzz import spoiling
+
+PAIR = golden_files.FOLDER / "1.0-pair.pt2"
+
+
+class Bonds(NamedTuple):
+    lengths: torch.Tensor
+    stiff: float
+
+
+def energy(positions: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    each = (positions[1:] - positions[:-1]).square().sum(1) * kinds[1:]
+    return each.sum(), {"energies": each, "charges": [kinds * 0.5, None]}
+
+
+def bonds(positions: torch.Tensor) -> dict[str, Any]:
+    lengths = (positions[1:] - positions[:-1]).square().sum(1)
+    return {"bonds": Bonds(lengths, 2.5), "atoms": positions.shape[0], "centre": (positions.mean(0),), "axes": [positions.argmax(1)]}
+
+
+def samples(atoms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(atoms)
+    return torch.randn(atoms, 3, dtype=torch.float64, generator=generator), torch.randint(1, 3, (atoms,), generator=generator)
+
+
+def export_hosted(path: Path) -> None:
+    atoms, (positions, kinds) = {0: Dim("atoms", min=2, max=100)}, samples(4)
+    variant = ab.Variant((positions, kinds), dynamic_shapes=(atoms, atoms))
+    entries = {
+        "energy": ab.Grad(energy, [variant], wrt=["positions"], has_aux=True, metadata={"cutoff": 5.0, "species": ["H", "C"]}),
+        "bonds": ab.Function(bonds, [ab.Variant((positions,), dynamic_shapes=(atoms,))]),
+    }
+    ab.export(path, entries, runtime="standalone", metadata={"author": "é", "layers": [1, None]})
+
+
+def hosted() -> Path:
+    """Return a package of an energy with an auxiliary result, and of a function without gradients."""
+    return shared("native-hosted", export_hosted)
+
+
+def rewritten(path: Path, out: Path, change: Any) -> Path:
+    """Write the package of ``path`` with another manifest to ``out``."""
+    parts = spoiling.parts(path)
+    manifest = spoiling._copied(parts.manifest)
+    change(manifest)
+    out.write_bytes(spoiling.put_together(parts.members, spoiling.to_bytes(manifest)))
+    return out
+
+
+def test_metadata_of_a_package_and_of_its_entries() -> None:
+    package = abn.load(hosted())
+    assert package.metadata == {"author": "é", "layers": [1, None]} == load(hosted()).metadata
+    assert package.grad().metadata == {"cutoff": 5.0, "species": ["H", "C"]} and package.function().metadata == {}
+    assert package.path == hosted().absolute() and package.entries == {"energy": "grad", "bonds": "function"}
+    with c_library.opened(hosted()) as opened:
+        assert library().aotb_metadata(opened.handle, b"energy") == b'{"cutoff": 5.0, "species": ["H", "C"]}'
+        assert library().aotb_metadata(opened.handle, b"bonds") == b"{}"
+        assert library().aotb_metadata(opened.handle, b"nonsuch") is None and b"no entry 'nonsuch'" in library().aotb_error()
+
+
+@golden_files.needed
+@pytest.mark.parametrize(("text", "words"), [("[1]", "expected an object, got an array"), ("{", "is not JSON")])
+@pytest.mark.parametrize("entry", [False, True])
+def test_metadata_that_is_not_an_object(text: str, words: str, entry: bool, tmp_path: Path) -> None:
+    def change(manifest: Any) -> None:
+        (manifest["entries"]["loss"] if entry else manifest).update(metadata=text)
+
+    path = rewritten(PAIR, tmp_path / "x.pt2", change)
+    with pytest.raises(c_library.Failed, match=words) as caught, c_library.opened(path):
+        pass
+    assert caught.value.status == FORMAT and "metadata" in str(caught.value)
+
+
+def test_a_function_without_gradients() -> None:
+    with c_library.function(hosted(), "bonds", "standalone") as called:
+        assert called.kind == "function" and called.count(c_library.GRADIENTS) == 0
+        assert [n for n, _ in called.describe(c_library.OUTPUTS)] == ["bonds.lengths", "centre[0]", "axes[0]"]
+        for atoms in (2, 9):
+            positions, _ = samples(atoms)
+            expected = bonds(positions)
+            lengths, centre, axes = called.run(positions)
+            torch.testing.assert_close(lengths, expected["bonds"].lengths)
+            torch.testing.assert_close(centre, expected["centre"][0])
+            assert axes is not None and torch.equal(axes, expected["axes"][0])
+        with pytest.raises(c_library.Failed, match="bonds is of kind function; only a module has a forward"):
+            called.forward(samples(4)[0])
+    function = abn.load(hosted()).function("bonds")
+    with pytest.raises(abn.InputError, match="positions has size 2 in dimension 1"):
+        function(np.zeros((4, 2)))
+    with pytest.raises(abn.PackageError, match=r"expected a function entry 'energy', got grad 'energy', function 'bonds'\. Call load\(path\)\.grad"):
+        abn.load(hosted()).function("energy")
+    handle = ctypes.c_void_p()
+    with c_library.opened(hosted()) as opened:
+        assert library().aotb_get(opened.handle, b"nonsuch", ctypes.byref(handle)) == NAME
+        assert b"it has energy (grad), bonds (function)" in library().aotb_error()
