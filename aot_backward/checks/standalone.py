@@ -123,12 +123,19 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
 
 
 def _states(entry: EntrySpec) -> dict[str, str]:
-    """Return the names of the compared tensors of the state, by their label in results."""
+    """Return the C library's names of the compared tensors of the state, by their label in results."""
     if entry.step is None:
         return {f"buffer {s.name}": s.name for s in entry.state if not s.parameter} if entry.kind != "grad" else {}
-    out = {f"{'parameter' if s.parameter else 'buffer'} {s.name[7:]}": s.name for s in entry.state if s.name.startswith("module.")}
-    out |= {f"{slot.key} of {parameter}": slot.state for slot in entry.step.state for parameter in slot.parameters}
-    return out | {f"{s.name[8:]} of the loss": s.name for s in entry.state if s.name.startswith("loss_fn.")}
+    own = {s.name.removeprefix("module."): s for s in entry.state if s.name.startswith("module.")}
+
+    def added(name: str) -> str:
+        while name in own:
+            name = f"step/{name}"
+        return name
+
+    out = {f"{'parameter' if s.parameter else 'buffer'} {name}": name for name, s in own.items()}
+    out |= {f"{slot.key} of {parameter}": added(slot.state) for slot in entry.step.state for parameter in slot.parameters}
+    return out | {f"{s.name[8:]} of the loss": added(s.name) for s in entry.state if s.name.startswith("loss_fn.")}
 
 
 def _named(

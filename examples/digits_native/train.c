@@ -101,10 +101,8 @@ static double accuracy(aotb_package *package, aotb_function *step) {
   for (uint32_t i = 0; i < aotb_count(net, 0, AOTB_STATES); i++) {
     aotb_description d;
     DLTensor from, to;
-    char name[256];
     check(aotb_describe(net, 0, AOTB_STATES, i, &d));
-    snprintf(name, sizeof name, "module.%s", d.name);
-    check(aotb_state(step, name, &from));
+    check(aotb_state(step, d.name, &from));
     check(aotb_state(net, d.name, &to));
     memcpy(to.data, from.data, bytes_of(&from));
   }

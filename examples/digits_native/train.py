@@ -33,7 +33,7 @@ def main(path: str) -> None:
     print(f"{step.count} steps in {time.perf_counter() - began:.2f} s")
 
     for name, value in net.state.items():  # each function has separate weights
-        value[...] = step.parameters[f"module.{name}"]
+        value[...] = step.parameters[name]
     accuracy = (net(images[TRAINING:]).argmax(1) == labels[TRAINING:]).mean()
     print(f"test accuracy {100 * accuracy:.1f} %")
     assert accuracy > 0.96 and "torch" not in sys.modules

@@ -61,7 +61,7 @@ def test_what_a_function_takes_and_gives_is_described(loss: Function, fit: Funct
     assert name == "x" and shape[1] == "3" and not shape[0].isdecimal() and not others
     assert list(loss.describe(OUTPUTS)) == [("output[0]", ())]
     assert {n: s[-1] for n, s in loss.describe(GRADIENTS)} == {"x": "3", "net.first.weight": "3"}
-    assert ("module.0.weight", ("8", "4")) in fit.describe(STATES)
+    assert ("0.weight", ("8", "4")) in fit.describe(STATES)
     numbers = fit.numbers()
     assert numbers[0, "lr", -1] == 1e-3 and numbers[1, "lr", -1] == 1e-2 and numbers[-1, "clip_norm", -1] == 0.5
     assert fit.count(NUMBERS) == len(numbers)
@@ -151,14 +151,14 @@ def test_a_result_that_lies_in_one_of_an_earlier_call_is_refused(loss: Function)
 def test_results_that_do_not_fit_are_refused_before_anything_runs(fit: Function) -> None:
     x, y = samples(8)
     inputs = (DLTensor * 2)(dl_tensor(x), dl_tensor(y))
-    before = fit.state("module.0.weight")
+    before = fit.state("0.weight")
     for wrong in (torch.zeros(1), torch.zeros((), dtype=torch.float64)):
         out = dl_tensor(wrong)
         assert library().aotb_run(fit.handle, inputs, 2, ctypes.byref(out), 1) == INPUT
         assert b"output[0]" in library().aotb_error()
     many = (DLTensor * 9)()
     assert library().aotb_run(fit.handle, inputs, 2, many, 9) == INPUT
-    assert torch.equal(before, fit.state("module.0.weight")) and fit.progress().updates == 0
+    assert torch.equal(before, fit.state("0.weight")) and fit.progress().updates == 0
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_names_that_are_not_there(loss: Function, fit: Function) -> None:
     with c_library.opened(PAIR) as package:
         assert package.entries == ["pair", "loss"]
         refused(lambda: package.function("nonsuch").__enter__(), NAME, "nonsuch", "pair")
-    refused(lambda: fit.state("module.nonsuch"), NAME, "module.nonsuch")
+    refused(lambda: fit.state("nonsuch.weight"), NAME, "nonsuch.weight")
     refused(lambda: fit.number(0, "nonsuch", 1.0), NAME, "nonsuch")
     refused(lambda: fit.number(2, "lr", 1.0), NAME, "lr", "group 2")
     refused(lambda: loss.number(0, "lr", 1.0), INPUT, "expected a step")
@@ -228,11 +228,11 @@ def test_a_backend_that_is_not_there() -> None:
 def test_an_input_in_memory_that_the_call_writes_is_refused() -> None:
     with c_library.function(STEP, "fit") as fit:
         view = DLTensor()
-        c_library.check(library().aotb_state(fit.handle, b"module.0.weight", ctypes.byref(view)))
+        c_library.check(library().aotb_state(fit.handle, b"0.weight", ctypes.byref(view)))
         _, y = samples(8)
         inputs = (DLTensor * 2)(view, dl_tensor(y))
         assert library().aotb_run(fit.handle, inputs, 2, None, 0) == INPUT
-        assert b"module.0.weight" in library().aotb_error()
+        assert b"0.weight" in library().aotb_error()
 
 
 def test_training_goes_as_in_python(fit: Function) -> None:
@@ -257,7 +257,7 @@ def test_training_goes_as_in_python(fit: Function) -> None:
     step(x, y, update=False), fit.accumulate(x, y)
     assert torch.equal(fit.run(x, y)[0], step(x, y))
     for name, tensor in {**step.parameters, **step.buffers}.items():
-        torch.testing.assert_close(fit.state(f"module.{name}"), tensor.detach(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(fit.state(name), tensor.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_gradients_that_are_dropped(fit: Function) -> None:

@@ -172,6 +172,6 @@ def compare(path: Path, entries: Sequence[str], backend: str) -> None:
                 if spec.kind == "step":
                     step = python.step(entry)
                     for name, tensor in {**step.parameters, **step.buffers}.items():
-                        assert_alike([called.state(f"module.{name}")], [tensor.detach()], backend)
+                        assert_alike([called.state(name)], [tensor.detach()], backend)
                 compared += len(expected)
     assert compared

@@ -132,7 +132,7 @@ def test_a_training_goes_on_in_either_runtime(tmp_path: Path) -> None:
     assert mine.grad_norm == pytest.approx(theirs.grad_norm.item(), rel=1e-4) and (mine.count, mine.skipped, mine.accumulated) == (3, 0, 0)
     mine.save(tmp_path / "a.state", {"epoch": 2})
     assert theirs.resume(tmp_path / "a.state") == {"epoch": 2}
-    assert all(np.array_equal(mine.parameters[f"module.{n}"], p.detach().numpy()) for n, p in theirs.parameters.items())
+    assert all(np.array_equal(mine.parameters[n], p.detach().numpy()) for n, p in theirs.parameters.items())
     mine(*samples(6), update=False)
     assert mine.accumulated == 1
     mine.step()
@@ -157,7 +157,7 @@ def test_dropout_has_the_masks_of_the_seed() -> None:
 
 def test_results_and_states_outlive_what_made_them() -> None:
     step = abn.load(STEP, unchecked=True).step()
-    weight, loss = step.parameters["module.0.weight"], step(*samples(8))
+    weight, loss = step.parameters["0.weight"], step(*samples(8))
     kept = loss.copy()
     del step
     junk = [abn.load(STEP, unchecked=True).step()(*samples(5)) for _ in range(3)]

@@ -45,7 +45,7 @@ def test_c_saves_and_python_resumes(fit: Function, tmp_path: Path) -> None:
     assert (step.count, step.accumulated, step.param_groups[1]["lr"]) == (3, 1, 0.02)
     assert train(step, 4, 5) == train(fit, 4, 5)
     for name, tensor in step.parameters.items():
-        assert torch.equal(fit.state(f"module.{name}"), tensor)
+        assert torch.equal(fit.state(name), tensor)
 
 
 def test_python_saves_and_c_resumes(fit: Function, tmp_path: Path) -> None:

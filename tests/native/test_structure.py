@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from aot_backward_runtime import load
 from ..support import c_library, golden_files
 from ..support.c_library import FORMAT, NAME, library
 from ..support.exports import shared
+from ..support.golden_packages import samples as step_samples
 from ..tools.fuzz import spoiling
 
-PAIR = golden_files.FOLDER / "1.0-pair.pt2"
+PAIR, STEP = (golden_files.FOLDER / f"{name}.pt2" for name in ("1.0-pair", "1.2-step"))
 
 
 class Bonds(NamedTuple):
@@ -113,3 +115,35 @@ def test_a_function_without_gradients() -> None:
     with c_library.opened(hosted()) as opened:
         assert library().aotb_get(opened.handle, b"nonsuch", ctypes.byref(handle)) == NAME
         assert b"it has energy (grad), bonds (function)" in library().aotb_error()
+
+
+@golden_files.needed
+def test_parameters_have_the_names_of_pytorch() -> None:
+    step, theirs = abn.load(STEP, unchecked=True).step(), load(STEP).step()
+    names = {*theirs.parameters, *theirs.buffers}
+    assert names < {*step.parameters} and {n for n in step.parameters if n not in names} > {"numbers", "optimizer.exp_avg.0.weight"}
+    with pytest.raises(abn.PackageError, match=r"no state 'module\.0\.weight'"):
+        step._function.state("module.0.weight")
+
+
+@golden_files.needed
+def test_a_parameter_with_the_name_of_an_optimizer_state(tmp_path: Path) -> None:
+    """The parameter has the name; the state that the step adds gets another one."""
+    text = json.dumps(spoiling.parts(STEP).manifest).replace('"optimizer.exp_avg.3.bias"', '"3.bias"')
+
+    def change(manifest: Any) -> None:
+        manifest.update(json.loads(text))
+
+    path = rewritten(STEP, tmp_path / "x.pt2", change)
+    mine, theirs = abn.load(path, unchecked=True).step(), load(STEP).step()
+    assert mine.parameters["3.bias"].any() and not mine.parameters["step/3.bias"].any()
+    x, y = step_samples(8)
+    mine(x, y)
+    theirs(x, y)
+    np.testing.assert_allclose(mine.parameters["3.bias"], theirs.parameters["3.bias"].detach(), rtol=1e-5)
+    mine.save(tmp_path / "mine.state")
+    assert theirs.resume(tmp_path / "mine.state") is None
+    bias = theirs.parameters["3.bias"]
+    state = theirs.state_dict()["optimizer"]["state"]
+    assert any(np.array_equal(s["exp_avg"], mine.parameters["step/3.bias"]) for s in state.values() if s["exp_avg"].shape == bias.shape)
+    mine.resume(tmp_path / "mine.state")

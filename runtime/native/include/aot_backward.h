@@ -143,7 +143,7 @@ aotb_status aotb_forward(aotb_function *function, const DLTensor *inputs, uint32
 /* Runs the backward of the last forward with the incoming gradients (AOTB_INCOMING). `data` of NULL means no gradient. */
 aotb_status aotb_backward(aotb_function *function, const DLTensor *incoming, uint32_t incoming_count, DLTensor *gradients, uint32_t gradient_count);
 
-/* A parameter, buffer or optimizer state tensor. `view` shares its memory, which lives as long as the function. You may write to it between calls. */
+/* A parameter, buffer or optimizer state tensor, by its name in aotb_describe. Parameters and buffers have the names of PyTorch's state_dict(). `view` shares its memory, which lives as long as the function. You may write to it between calls. */
 aotb_status aotb_state(aotb_function *function, const char *name, DLTensor *view);
 
 /* --- training steps --------------------------------------------------------------------------------------------------------------------------- */

@@ -252,7 +252,7 @@ static bool wanted(struct aotb_function *f, variant *v, const runnable *r, uint3
     const weight_spec *w = f->weights[state->weight]->spec;
     out->type = w->type;
     out->rank = w->rank;
-    out->name = state->name;
+    out->name = state->label;
     memcpy(out->shape, w->shape, w->rank * sizeof *out->shape);
   }
   return true;
@@ -400,7 +400,7 @@ static const char *overlapped(const struct aotb_function *f, const runnable *r, 
       if (strcmp(f->entry->state[s].name, r->plan->writes.at[i])) continue;
       const weight *w = f->weights[f->entry->state[s].weight];
       uintptr_t first = (uintptr_t)w->data, last = first + (uintptr_t)w->span * (uintptr_t)w->spec->type->size;
-      if (begin < last && first < end) return f->entry->state[s].name;
+      if (begin < last && first < end) return f->entry->state[s].label;
     }
   return NULL;
 }

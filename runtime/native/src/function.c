@@ -191,7 +191,7 @@ static aotb_description of_tensor(const tensor_spec *t) {
 
 static aotb_description of_state(const struct aotb_function *f, const state_spec *s) {
   const weight_spec *w = f->weights[s->weight]->spec;
-  return (aotb_description){.name = s->name, .dtype = w->type->dl, .ndim = (int32_t)w->rank, .shape = w->shape_texts, .group = -1, .position = -1};
+  return (aotb_description){.name = s->label, .dtype = w->type->dl, .ndim = (int32_t)w->rank, .shape = w->shape_texts, .group = -1, .position = -1};
 }
 
 static aotb_description of_gradient(const struct aotb_function *f, const variant_spec *v, const char *of) {
@@ -232,7 +232,7 @@ aotb_status aotb_state(aotb_function *f, const char *name, DLTensor *view) {
   REQUIRE(name, "name", "the name of a parameter, buffer or state");
   REQUIRE(view, "view", "where to write the tensor");
   for (uint32_t i = 0; i < f->entry->state_count; i++) {
-    if (strcmp(f->entry->state[i].name, name)) continue;
+    if (strcmp(f->entry->state[i].label, name)) continue;
     const weight *w = f->weights[f->entry->state[i].weight];
     *view = (DLTensor){.data = w->data,
                        .device = {1, 0},

@@ -476,6 +476,23 @@ static const char *metadata_of(const reader *r, const place *p, const json *obje
   return text;
 }
 
+/* Gives each state its name for callers. A step's module has the names of PyTorch; a tensor that the step adds keeps its name, with "step/" before it
+ * if a tensor of the module has that name. */
+static void label_states(const reader *r, entry_spec *e) {
+  bool *taken = TAKE(r->a, e->state_count + 1u, bool); /* whether the name is final */
+  for (uint32_t i = 0; i < e->state_count; i++) {
+    state_spec *s = &e->state[i];
+    taken[i] = e->kind != ENTRY_STEP || !strncmp(s->name, "module.", 7);
+    s->label = taken[i] && e->kind == ENTRY_STEP ? s->name + 7 : s->name;
+  }
+  for (uint32_t i = 0; i < e->state_count; i++)
+    for (uint32_t k = 0; !taken[i] && k < e->state_count; k++)
+      if (taken[k] && !strcmp(e->state[i].label, e->state[k].label)) {
+        e->state[i].label = arena_print(r->a, "step/%s", e->state[i].label);
+        k = UINT32_MAX; /* compare again from the first */
+      }
+}
+
 static bool read_entry(const reader *r, const place *p, const json *value, entry_spec *e) {
   typed(r, p, value, JSON_OBJECT);
   const char *kind = text_of(r, p, value, "kind", NULL);
@@ -500,6 +517,7 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
     s->weight = weight_number(r, &each, s->weight_name);
     s->parameter = truth(r, &each, item, "parameter", -1);
   }
+  label_states(r, e);
   const json *step = json_get(value, "step");
   if (step && step->kind != JSON_NULL) e->step_of = step_of(r, p, step, e);
   if (!e->step_of != (e->kind != ENTRY_STEP))

@@ -95,7 +95,9 @@ typedef struct library_spec {
 } library_spec;
 
 typedef struct {
-  const char *name, *weight_name;
+  const char *name;  /* in the manifest: "module.net.weight" of a step */
+  const char *label; /* for callers, as in PyTorch's runtime: "net.weight" */
+  const char *weight_name;
   uint32_t weight;
   bool parameter;
 } state_spec;
