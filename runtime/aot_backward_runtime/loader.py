@@ -17,7 +17,7 @@ from .entries.dispatch import Entry
 from .entries.function import LoadedFunction
 from .entries.grad import LoadedGrad
 from .entries.module import LoadedModule
-from .entries.pickling import check_shape
+from .entries.pickling import check_shape, refuse_shallow_copy
 from .errors import AotBackwardError, InputError, PackageError
 from .format.manifest import ClippingSpec, EntrySpec, Manifest, StructureSpec, UpdateSpec
 from .native.bound_state import BoundState
@@ -166,6 +166,9 @@ class Package:
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(c.library for c in spec.clippings)
         return [(c, libraries[c.library]) for c in spec.clippings]
+
+    def __copy__(self) -> Package:
+        return refuse_shallow_copy(self)
 
     def __reduce__(self) -> Any:
         return partial(_reopened, *self._origin), (), self._current()

@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 
-from aot_backward_runtime import AotBackwardError, compatibility, load
+from aot_backward_runtime import AotBackwardError, compatibility
 from aot_backward_runtime.errors import ExportError, IncompatibleError, PackageError
 from aot_backward_runtime.native.weights import load_examples, load_weights
 from aot_backward_runtime.package import code_cache as cache_module
@@ -597,10 +597,9 @@ def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(
 
 
 def test_an_open_package_can_be_neither_copied_nor_pickled(package: Path) -> None:
-    for made in (open_package(package), load(package)):
-        for way in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(AotBackwardError, match=rf"package \({package}\) can be neither copied nor pickled: load it again"):
-                way(made)
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(AotBackwardError, match=rf"package \({package}\) can be neither copied nor pickled: load it again"):
+            way(open_package(package))
 
 
 def _extract(path: Path) -> str:
