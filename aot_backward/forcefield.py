@@ -161,7 +161,8 @@ def _check_convention(program: _ForceField, example: tuple[torch.Tensor, ...]) -
     first = src[:1]
     moved = positions + (torch.arange(len(positions)) == first)[:, None] * lattice
     shifted = shift + ((src == first).to(shift) - (dst == first).to(shift))[:, None] * lattice
-    before, after = program(*example)[1]["energies"], program(moved, species, src, dst, shifted, *rest)[1]["energies"]
+    before = program(*example)[1]["energies"].detach()
+    after = program(moved, species, src, dst, shifted, *rest)[1]["energies"].detach()
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max()), equal_nan=True):
         raise ExportError(
             "energies: expected the same energies when an atom moves to another periodic image, got others. "
@@ -177,7 +178,7 @@ def _warn_of_a_jump(program: _ForceField, example: tuple[torch.Tensor, ...], cut
     def value(distance: float, edges: int) -> float:
         ends = torch.arange(2)[:edges]
         inputs = positions.new_tensor([[0.0, 0.0, 0.0], [distance, 0.0, 0.0]]), pair, ends, 1 - ends, positions.new_zeros(edges, 3)
-        return float(program(*inputs, positions.new_zeros(3, 3), positions.new_ones(2))[0])
+        return program(*inputs, positions.new_zeros(3, 3), positions.new_ones(2))[0].item()
 
     alone = value(cutoff, 0)
     jump, scale = abs(value(cutoff * (1 - 1e-5), 2) - alone), abs(value(cutoff / 2, 2) - alone)
