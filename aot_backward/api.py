@@ -283,6 +283,7 @@ def export_step(
     clip_value: float | None = None,
     skip_nonfinite: bool = False,
     loss_scale: float | None = None,
+    ema: float | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Export a whole training step, in the module's present mode: forward, backward and optimizer in one native call.
@@ -307,6 +308,7 @@ def export_step(
         clip_value: The largest absolute value of a gradient's element.
         skip_nonfinite: Whether an update is skipped if a gradient has Inf or NaN.
         loss_scale: The initial factor of the loss, for float16.
+        ema: The decay of averages of the trained parameters, such as 0.999: ``LoadedStep.averages``.
         progress: As for :func:`export`.
 
     Returns:
@@ -334,6 +336,7 @@ def export_step(
         clip_value=clip_value,
         skip_nonfinite=skip_nonfinite,
         loss_scale=loss_scale,
+        ema=ema,
     )
     return export(path, {"step": step}, target=target, tune=tune, runtime=runtime, metadata=metadata, progress=progress)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils import _pytree as pytree
 
 from aot_backward_exporters.process_state import without_crashes
@@ -113,6 +114,8 @@ class StepTimed:
         program, optimizer, settings = case.program, case.optimizer, case.settings
         parameters = [p for p in program.module.parameters() if case.names.get(id(p)) in case.trained]
 
+        averages = [p.detach().clone() for p in parameters] if settings.ema is not None else []
+        average = get_ema_multi_avg_fn(settings.ema or 0.0)
         scaler = torch.amp.GradScaler(parameters[0].device.type, settings.loss_scale or 1.0, enabled=settings.loss_scale is not None)
 
         def call() -> None:
@@ -125,6 +128,8 @@ class StepTimed:
                 torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
             scaler.step(optimizer)
             scaler.update()
+            if settings.ema is not None:
+                average(averages, parameters, None)
 
         with step_check.everything_kept(case, example), preserve.attributes_kept(program), torch.enable_grad():
             yield call

@@ -31,6 +31,7 @@ from aot_backward_runtime.loader import Package
 
 from ..capture import preserve
 from ..capture.step import step_graph as steps
+from ..capture.step.optimizer_graph import AVERAGE, AVERAGED
 from ..capture.step.optimizer_spec import Settings
 from . import stored_results
 from .example_sizes import SEED, Example, Sized
@@ -200,7 +201,7 @@ def state_kept(package: Package, entry: str) -> Iterator[None]:
 def _full_state(step: Any) -> dict[str, torch.Tensor]:
     """Return the optimizer's state and the loss function's, by name, also before the first step."""
     state = step._state
-    return {f"{key} of {name}": t for key, names, t in state.slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
+    return {f"{key} of {name}": t for key, names, t in state.all_slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
 
 
 _Flat = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -242,8 +243,9 @@ def _steps_of_eager(
     tensors = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
     loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in state_of(case.program.loss_fn).items()}
     with _everything_kept(case, example, tensors), without_crashes():
+        averages = {case.names[id(p)]: p.detach().clone() for p in parameters} if settings.ema is not None else {}
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
-        losses, gradients = {}, []
+        losses, gradients, averaged = {}, [], 0
         generator = torch.Generator().manual_seed(SEED)
         scale = settings.loss_scale or 1.0
         for i in range(STEPS):
@@ -268,6 +270,9 @@ def _steps_of_eager(
             finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
             if finite or not settings.skip_nonfinite:
                 type(optimizer).step(optimizer)
+                for p in parameters if settings.ema is not None else ():
+                    averages[case.names[id(p)]].lerp_(p.detach(), 1 - (settings.ema or 0.0) if averaged else 1.0)
+                averaged += 1
             scale *= 1.0 if finite else 0.5  # as torch.amp.GradScaler, which grows it after 2000 steps
         slots = {
             f"{key} of {case.names[id(p)]}": t
@@ -275,7 +280,8 @@ def _steps_of_eager(
             for key, t in state.items()
             if isinstance(t, torch.Tensor) and case.names.get(id(p)) in case.trained
         }
-        slots |= loss
+        slots |= loss | {f"{AVERAGE} of {n}": t for n, t in averages.items()}
+        slots |= {f"{AVERAGED} of {n}": torch.tensor(float(averaged), dtype=torch.float64) for n in averages}
         return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
 
 

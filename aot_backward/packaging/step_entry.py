@@ -42,7 +42,9 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         raise ExportError(f"entry {name!r}: module is a {type(entry.module).__name__}; a training step needs a torch.nn.Module")
     program = steps.ProgramWithLoss(entry.module, entry.loss_fn)
     names = optimizer_spec.parameters_of(entry.optimizer, entry.module)
-    settings = optimizer_spec.Settings(entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale, entry.ema)
+    settings = optimizer_spec.Settings(
+        entry.clip_norm, entry.clip_value, entry.skip_nonfinite or entry.loss_scale is not None, entry.loss_scale, entry.ema
+    )
     parameters = [p for g in entry.optimizer.param_groups for p in g["params"] if p.requires_grad]
     targets = [("parameter", steps.MODULE + names[id(p)]) for p in parameters]
     state = state_of(program)

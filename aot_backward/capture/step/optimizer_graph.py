@@ -42,8 +42,8 @@ _CAPTURABLE = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
 
 @dataclass(frozen=True)
 class Update:
-    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; with ``ema`` the averages and
-    their count; the vector of numbers. It returns the new values of all but the gradients and numbers and, if requested, the gradients' norm and
+    """The traced update. Placeholders of ``graph``: gradients, then parameters, of ``OptimizerSpec.trained``; the slots; with ``ema`` the averages
+    and their count; the vector of numbers. It returns the new values of all but the gradients and numbers and, if requested, the gradients' norm and
     whether all of them were finite."""
 
     graph: torch.fx.GraphModule
@@ -159,7 +159,12 @@ def _averaged(averages: Sequence[Any], params: Sequence[Any], decay: Any) -> lis
     weight = 1 - _full(decay) * torch.clamp(count, max=1.0)
     is_small = weight < 0.5
     factor = torch.where(is_small, weight, weight - 1)
-    return [torch.where(is_small, a, p) + factor * (p - a) for a, p in zip(averages, params, strict=True)] + [count + 1]
+
+    def moved(average: Any, parameter: Any) -> Any:
+        a, p = (t.float() if t.dtype in LOW else t for t in (average, parameter))  # as kernels compute 16-bit tensors
+        return (torch.where(is_small, a, p) + factor * (p - a)).to(average.dtype)
+
+    return [*map(moved, averages, params), count + 1]
 
 
 def _first_step_differs(optimizer: torch.optim.Optimizer) -> bool:

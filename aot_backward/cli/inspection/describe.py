@@ -153,6 +153,7 @@ def _step(entry: EntrySpec, step: StepSpec, manifest: Manifest) -> dict[str, Any
         "clip_norm": clip_numbers.get("clip_norm"),
         "clip_value": clip_numbers.get("clip_value"),
         "loss_scale": clip_numbers.get("loss_scale"),
+        "ema": clip_numbers.get("ema"),
         "skip_nonfinite": step.finite,
     }
 

@@ -103,6 +103,8 @@ def _show_step(s: dict[str, Any]) -> None:
             say(f"  clips the gradients' {quantity} at {s[key]:g}")
     if s["loss_scale"] is not None:
         say(f"  scales the loss as torch.amp.GradScaler does, starting at {s['loss_scale']:g}")
+    if s["ema"] is not None:
+        say(f"  averages the trained parameters with decay {s['ema']:g}")
     if s["skip_nonfinite"]:
         say("  skips an update if the gradients have Inf or NaN")
     if s["gradients_can_wait"]:

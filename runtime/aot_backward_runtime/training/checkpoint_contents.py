@@ -17,7 +17,7 @@ from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malforme
 def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, torch.Tensor], extra: Any) -> None:
     """Save ``own``. ``random``: the states of :mod:`.rng_state`. ``extra``: the caller's JSON data. Raises :class:`StateError`."""
     tensors = {f"module/{n}": t for n, t in own.module.items()} | {f"loss/{n}": t for n, t in own.loss.items()}
-    tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in own.slots}
+    tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in own.all_slots}
     if own.accumulated:
         tensors |= {f"gradient/{n}": t for n, t in own.gradients.items()}
     tensors |= {f"random/{n}": t for n, t in random.items()}
@@ -56,7 +56,7 @@ def _checked(
         kind, _, rest = name.partition("/")
         parts[kind][rest] = tensor
     copies = matching("module", own.module, parts["module"], True) + matching("loss", own.loss, parts["loss"], True)
-    copies += matching("optimizer", {f"{key}/{names[0]}": t for key, names, t in own.slots}, parts["optimizer"], True)
+    copies += matching("optimizer", {f"{key}/{names[0]}": t for key, names, t in own.all_slots}, parts["optimizer"], True)
     counters = {name: counter(name, about[name]) for name in COUNTERS}
     if counters["accumulated"] and not own.gradients:
         raise StateError(f"it has accumulated gradients of {counters['accumulated']} calls, and this step was exported without accumulate=True")

@@ -10,7 +10,7 @@ import torch
 from ..errors import StateError
 from ..native import tensor_values
 from ..native.tensor_values import Copies
-from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malformed, matching
+from .state import AVERAGED, COUNTERS, MALFORMED, Change, TrainingState, counter, malformed, matching
 
 
 def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
@@ -30,7 +30,16 @@ def to_eager(own: TrainingState, whole: bool = False) -> dict[str, Any]:
         "optimizer": {"state": dict(sorted(state.items())), "param_groups": groups},
         **own.counters(),
         **({"scaler": own.scaler.state_dict()} if own.scaler is not None else {}),
+        **({"ema": _averages_of(own)} if own.averaged is not None else {}),
     }
+
+
+def _averages_of(own: TrainingState) -> dict[str, torch.Tensor]:
+    """Return copies for ``AveragedModel.load_state_dict``. It also holds what is not averaged: other parameters, and buffers."""
+    assert own.averaged is not None
+    averages = {id(own.parameters[n]): t for n, t in own.averages.items()}  # a tied parameter has several names
+    module = {f"module.{n}": averages.get(id(t), t).detach().clone() for n, t in own.persistent.items()}
+    return {AVERAGED: own.averaged.detach().to(torch.int64), **module}
 
 
 def from_eager(own: TrainingState, state: Mapping[str, Any]) -> Change:
@@ -75,7 +84,18 @@ def _checked(own: TrainingState, state: Mapping[str, Any]) -> Change:
         scaler = None
     else:
         own.scaler.check(scaler)
-    return Change(copies + slots, options, counters, not slots_by_name or untouched, scaler)
+    return Change(copies + slots + _averages_from(own, state), options, counters, not slots_by_name or untouched, scaler)
+
+
+def _averages_from(own: TrainingState, state: Mapping[str, Any]) -> Copies:
+    """Without averages in ``state``, they begin anew, as those of a new ``AveragedModel``."""
+    if own.averaged is None:
+        return []
+    ema = state.get("ema")
+    if ema is None:
+        return [(tensor, state["module"][name]) for name, tensor in own.averages.items()] + [(own.averaged, torch.zeros(()))]
+    needed = {AVERAGED: own.averaged, **{f"module.{n}": t for n, t in own.averages.items()}}
+    return matching("ema", needed, {n: ema[n] for n in needed if n in ema} if isinstance(ema, Mapping) else ema)
 
 
 def _slots_from(own: TrainingState, slots_by_name: Mapping[str, Mapping[str, Any]]) -> Copies:

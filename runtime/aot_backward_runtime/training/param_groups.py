@@ -74,6 +74,9 @@ class Numbers:
             )
         return number
 
+    def get(self, group: int, key: str, position: int = -1) -> float:
+        return float(self._places[group, key, position][1])
+
     def set(self, group: int, key: str, position: int, value: float) -> None:
         self._places[group, key, position][1].fill_(value)
         if self._following and self._set[1]:  # state that the optimizer derives from this number in its first step

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError
+from ..errors import InputError, StateError
 from ..format.manifest import StepSpec
 from ..native import tensor_values
 from ..native.tensor_values import Copies
@@ -23,6 +23,8 @@ _MAX_COUNT = 1 << 62  # exclusive: the C library counts on from it in 64 bits
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that choose among eager's implementations of the same computation."""
 _LOSS = "loss_fn."
+_AVERAGE, AVERAGED = "ema.", "n_averaged"
+"""Names in the entry's state of the averages of parameters (``export_step(ema=…)``), and of the number of updates in them."""
 
 
 class TrainingState:
@@ -46,7 +48,9 @@ class TrainingState:
         self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
         self.numbers = Numbers(spec, others["numbers"], touched)
         self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
-        self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state]
+        self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state if not _is_average(s.state)]
+        self.averages = {s.parameters[0]: others[s.state] for s in spec.state if s.state.startswith(_AVERAGE)}
+        self.averaged = others.get(AVERAGED)
         self.loss = {n.removeprefix(_LOSS): t for n, t in others.items() if n.startswith(_LOSS)}
         """Tensors of the loss function, which eager's two dicts do not have."""
         self.initial = [_copy(t.detach()) for *_, t in self.slots] if spec.fresh else None
@@ -62,6 +66,23 @@ class TrainingState:
         self.fresh = spec.fresh
         scale = [n.value for n in spec.numbers if (n.group, n.key) == (-1, loss_scale.KEY)]
         self.scaler = loss_scale.LossScale(self.numbers, scale[0]) if scale else None
+
+    @property
+    def all_slots(self) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
+        """The slots, and the averages of parameters in the same form."""
+        counted = [] if self.averaged is None else [(AVERAGED, tuple(self.averages), self.averaged)]
+        return [*self.slots, *((_AVERAGE[:-1], (n,), t) for n, t in self.averages.items()), *counted]
+
+    @property
+    def decay(self) -> float | None:
+        """The decay of the averages."""
+        return None if self.averaged is None else self.numbers.get(-1, _AVERAGE[:-1])
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        if self.averaged is None:
+            raise InputError("this step has no averages: export it with ema=0.999")
+        self.numbers.set(-1, _AVERAGE[:-1], -1, self.numbers.check(-1, _AVERAGE[:-1], -1, value))
 
     @property
     def fresh(self) -> bool:
@@ -149,7 +170,7 @@ class TrainingState:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return everything that training changes, except the groups' numbers, in the same order in each process."""
-        own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.slots)]
+        own = [*self.parameters.values(), *self.buffers.values(), *self.loss.values(), *(t for *_, t in self.all_slots)]
         return [t.detach() for t in (*own, *(self.gradients.values() if self.accumulated else ()))]
 
     def metadata(self) -> Metadata:
@@ -183,6 +204,10 @@ class Change:
     counters: Mapping[str, int]
     fresh: bool
     scaler: Mapping[str, Any] | None
+
+
+def _is_average(state: str) -> bool:
+    return state == AVERAGED or state.startswith(_AVERAGE)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -406,6 +406,22 @@ class LoadedStep(torch.optim.Optimizer):
         return MappingProxyType({p: MappingProxyType(slots) for p, slots in out.items()})
 
     @property
+    def averages(self) -> Mapping[str, torch.Tensor]:
+        """The averages of the trained parameters by name, detached; empty without ``ema`` at export. The next call writes to them. To evaluate them:
+        ``net.load_state_dict(step.averages, strict=False)``, or ``state_dict()["ema"]`` in an ``AveragedModel``."""
+        return MappingProxyType({n: t.detach() for n, t in self._state.averages.items()})
+
+    @property
+    def ema(self) -> float | None:
+        """The decay of the averages; None without them. You may set it, for example to ``min(0.999, (1 + step.count) / (10 + step.count))``. It is
+        not part of the saved state."""
+        return self._state.decay
+
+    @ema.setter
+    def ema(self, decay: float) -> None:
+        self._state.decay = decay
+
+    @property
     def scaler(self) -> LossScale | None:
         """The loss scale of a step that was exported with ``loss_scale``, else None."""
         return self._state.scaler
