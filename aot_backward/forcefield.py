@@ -1,4 +1,4 @@
-"""Export an interatomic potential so that simulation programs can run it: ``ab.forcefield`` (``docs/how-to/forcefields.md``)."""
+"""Export an interatomic potential so that simulation programs can run it: ``ab.forcefield`` (``docs/how-to/hosts.md``)."""
 
 from __future__ import annotations
 

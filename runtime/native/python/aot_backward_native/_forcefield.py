@@ -1,6 +1,6 @@
 """A package's force field: its metadata, units and neighbor list. Shared by the adapters for ASE and OpenMM.
 
-The convention (``docs/how-to/forcefields.md``): the inputs of a "grad" entry are those of ``INPUTS``; atom ``src`` sees atom ``dst`` at
+The convention (``docs/how-to/hosts.md``): the inputs of a "grad" entry are those of ``INPUTS``; atom ``src`` sees atom ``dst`` at
 ``positions[dst] + shift``; the value is the energy, or ``(energy, {"energies": (n,)})``. Here, lengths are in Ångström and energies in eV.
 """
 

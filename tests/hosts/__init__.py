@@ -1,0 +1,1 @@
+"""Adapters for simulation programs and solvers, tested with the programs themselves."""
