@@ -31,7 +31,7 @@ def forcefield(
     species: Sequence[str] | None = None,
     energy: str = "eV",
     length: str = "Ang",
-    layers: int | None = None,
+    layers: int = 1,
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Grad:
@@ -49,8 +49,8 @@ def forcefield(
         species: The chemical symbols in the order of the model's numbers. By default, those of ``atoms`` by atomic number.
         energy: The unit of the energies: "eV", "Ha", "kcal/mol" or "kJ/mol".
         length: The unit of positions and cutoff: "Ang", "nm" or "Bohr".
-        layers: How many cutoffs away an atom's energy depends on others: the number of message passing layers, 1 without messages. By default, this
-            is measured on a chain of atoms.
+        layers: How many cutoffs away an atom's energy depends on others: the number of message passing layers, 1 without messages. It is an error
+            if the energy of a chain of atoms shows more.
         dtype: The dtype of positions. By default, that of the model's parameters, else float64.
         metadata: Further metadata of the entry, such as a name or a reference.
 
@@ -83,12 +83,12 @@ def forcefield(
     names = list(species) if species is not None else _symbols(atoms)
     _check_convention(program, example)
     measured = _measured_layers(program, example, cutoff)
-    if measured > (layers or _MOST_LAYERS - 1):
+    if measured > layers:
         raise ExportError(
             f"layers: expected at least {measured}, got {layers}. An atom's energy depends on atoms {measured} edges away, so give a larger number."
         )
     _warn_of_a_jump(program, example, cutoff)
-    facts = {"forcefield": 1, "cutoff": float(cutoff), "species": names, "energy": energy, "length": length, "layers": layers or measured}
+    facts = {"forcefield": 1, "cutoff": float(cutoff), "species": names, "energy": energy, "length": length, "layers": layers}
     if clash := sorted(facts.keys() & own_metadata.keys()):
         raise ExportError(f"metadata: expected names other than {', '.join(facts)}, got {clash[0]!r}. Rename it.")
     count, edges = {0: torch.export.Dim("atoms", min=1)}, {0: torch.export.Dim("edges", min=0)}

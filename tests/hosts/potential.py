@@ -57,7 +57,7 @@ def package() -> Path:
     """Return a package with the model in float64 ("double") and float32 ("single"), without metadata ("bare") and in other units ("units")."""
 
     def make(path: Path) -> None:
-        double, single = (ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF) for dtype in (torch.float64, torch.float32))
+        double, single = (ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF, layers=2) for dtype in (torch.float64, torch.float32))
         units = dict(double.metadata or {}) | {"energy": "kcal/mol", "length": "Bohr"}
         entries = {"double": double, "single": single, "bare": dataclasses.replace(double, metadata=None)}
         ab.export(path, entries | {"units": dataclasses.replace(double, metadata=units)}, runtime="standalone")
@@ -67,7 +67,7 @@ def package() -> Path:
 
 def other_package() -> Path:
     """Return a package with another model's sole entry."""
-    return shared("potential-other", lambda path: ab.export(path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF)}))
+    return shared("potential-other", lambda path: ab.export(path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF, layers=2)}))
 
 
 def unlike_package() -> Path:

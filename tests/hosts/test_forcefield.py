@@ -49,14 +49,14 @@ def test_species_and_units_and_dtype_by_default_and_as_told() -> None:
     atoms = molecule("CH3CH2OH")
     assert (ab.forcefield(pairs, atoms, cutoff=CUTOFF).metadata or {})["species"] == ["H", "C", "O"]
     assert ab.forcefield(pairs, atoms, cutoff=CUTOFF).variants[0].args[0].dtype == torch.float64
-    assert ab.forcefield(model(torch.float32), crystal(), cutoff=CUTOFF).variants[0].args[0].dtype == torch.float32
+    assert ab.forcefield(model(torch.float32), crystal(), cutoff=CUTOFF, layers=2).variants[0].args[0].dtype == torch.float32
     in_nm = ab.forcefield(pairs, atoms, cutoff=CUTOFF, length="nm", dtype=torch.float32).variants[0].args
     torch.testing.assert_close(in_nm[0], torch.from_numpy(atoms.positions / 10).float())
     assert len(in_nm[2]) == 9 * 8  # all pairs are within 2.5 nm
 
 
 def test_value_and_ownership() -> None:
-    entry = ab.forcefield(model(), crystal(), cutoff=CUTOFF)
+    entry = ab.forcefield(model(), crystal(), cutoff=CUTOFF, layers=2)
     *inputs, own = entry.variants[0].args
     energy, aux = entry.fn(*inputs, own)
     each = model()(*inputs[:5])
@@ -75,10 +75,13 @@ class Layers(Potential):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_layers_are_counted(count: int) -> None:
-    entry = ab.forcefield(Layers(count).double().eval(), crystal(), cutoff=CUTOFF)
+def test_too_few_layers_are_refused(count: int) -> None:
+    net = Layers(count).double().eval()
+    entry = ab.forcefield(net, crystal(), cutoff=CUTOFF, layers=max(1, count))
     assert (entry.metadata or {})["layers"] == max(1, count)
-    assert (ab.forcefield(pairs, crystal(), cutoff=CUTOFF, layers=4).metadata or {})["layers"] == 4
+    if count > 1:
+        with pytest.raises(ab.ExportError, match=f"layers: expected at least {count}, got {count - 1}"):
+            ab.forcefield(net, crystal(), cutoff=CUTOFF, layers=count - 1)
 
 
 def test_a_jump_at_the_cutoff_warns() -> None:
@@ -98,8 +101,8 @@ def test_a_jump_at_the_cutoff_warns() -> None:
         (pairs, Atoms("H"), {}, "atoms: expected at least two atoms with neighbors within 2.5, got 1 atoms and 0 edges"),
         (pairs, bulk("He", "sc", a=1.6), {}, "got 1 atoms and 18 edges"),
         (pairs, Atoms("H2", positions=[[0, 0, 0], [0, 0, 9]]), {}, "got 2 atoms and 0 edges"),
-        (model(), crystal(), {"layers": 1}, "layers: expected at least 2, got 1"),
-        (Layers(9).double(), crystal(), {}, "layers: expected at least 8, got None"),
+        (model(), crystal(), {}, "layers: expected at least 2, got 1"),
+        (Layers(9).double(), crystal(), {"layers": 7}, "layers: expected at least 8, got 7"),
         (without_shift, crystal(), {}, "expected the same energies when an atom moves to another periodic image"),
         (from_the_other_end, crystal(), {}, "expected the same energies when an atom moves to another periodic image"),
         (lambda *inputs: pairs(*inputs).sum(), crystal(), {}, r"energies: expected a tensor of shape \(27,\), one energy an atom, got \(\)"),
