@@ -24,6 +24,7 @@ from ..support.golden_packages import (
     arguments,
     backward_passes,
     bend,
+    bent,
     clipped,
     cubed,
     gated_gradients,
@@ -36,8 +37,8 @@ from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest"
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST = (
+KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest metadata"
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST, METADATA = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in KINDS.split()
 )
 
@@ -46,7 +47,23 @@ def test_the_present_format_has_a_golden_package() -> None:
     assert [p for p in FILES if p.name.startswith(f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}-")]
     listed = (GOLDEN / "README.md").read_text()
     assert all(f"`{p.name}`" in listed for p in FILES)
-    read = {*PAIRS, *PASSES, *STEPS, *ORDERS, *TARGETS, *OPERATORS, *SKETCHES, *SPEED, *STANDALONE, *UPDATES, *MODULES, *CLIPPINGS, *LAYERS, *DIGEST}
+    read = {
+        *PAIRS,
+        *PASSES,
+        *STEPS,
+        *ORDERS,
+        *TARGETS,
+        *OPERATORS,
+        *SKETCHES,
+        *SPEED,
+        *STANDALONE,
+        *UPDATES,
+        *MODULES,
+        *CLIPPINGS,
+        *LAYERS,
+        *DIGEST,
+        *METADATA,
+    }
     assert read == {*FILES}
 
 
@@ -254,6 +271,17 @@ def test_what_runs_without_pytorch_is_read(path: Path) -> None:
         "bend": "verified",
         "swing": "verified" if path in DIGEST else "calls aten._linalg_det, aten.linalg_lu_solve",
     }
+
+
+@pytest.mark.parametrize("path", METADATA, ids=lambda p: p.name)
+def test_functions_and_metadata_are_read(path: Path) -> None:
+    manifest = open_package(path).manifest
+    entry = manifest.entries["bent"]
+    assert (entry.kind, entry.json_metadata, manifest.metadata) == ("function", {"cutoff": 5.0, "species": ["H", "O"]}, '{"author": "nobody"}')
+    assert [o.name for o in entry.variants[0].outputs] == ["value", "by.x"] and entry.standalone == "verified"
+    if runs_here(path):
+        x = torch.linspace(-1, 1, 30).reshape(10, 3)
+        torch.testing.assert_close(load(path).function()(x), bent(x) | {"value": bent(x)["value"].detach()})
 
 
 @pytest.mark.parametrize("path", UPDATES, ids=lambda p: p.name)

@@ -221,6 +221,20 @@ def write_layers(path: Path) -> None:
     ab.export_module(Gated(), (torch.linspace(-1, 1, 16).view(4, 4),), dynamic_shapes=rows, path=path)
 
 
+def bent(x: torch.Tensor) -> dict[str, Any]:
+    """Return what ``bend`` computes, and its gradient, by name."""
+    y = x.detach().requires_grad_()
+    value = bend(y)
+    return {"value": value, "by": {"x": torch.autograd.grad(value, y)[0]}}
+
+
+def write_metadata(path: Path) -> None:
+    """Write a function without gradients with named outputs, and metadata of the package and of the entry."""
+    rows = {0: Dim("rows", min=2, max=64)}
+    entry = ab.Function(bent, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))], metadata={"cutoff": 5.0, "species": ["H", "O"]})
+    ab.export(path, {"bent": entry}, metadata={"author": "nobody"}, tune="none")
+
+
 WRITERS = {
     "pair": write_pair,
     "passes": write_passes,
@@ -235,6 +249,7 @@ WRITERS = {
     "layers": write_layers,
     "clippings": write_clippings,
     "digest": write_standalone,
+    "metadata": write_metadata,
 }
 
 if __name__ == "__main__":
