@@ -66,11 +66,10 @@ def test_arrays_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda f: f(object()), TypeError, "input 0 is a <class 'object'>; expected an array"),
-        (lambda f: f(np.zeros((4, 3))), abn.InputError, "expected {2, 32, 1}, float32"),
+        (lambda f: f(object()), abn.InputError, "x: expected float32, got object of dtype object"),
+        (lambda f: f(np.zeros((4, 3))), abn.InputError, r"x: expected float32, got float64\. Convert it, or let .* in Python cast=True"),
         (lambda f: f(np.zeros((4, 2), "f")), abn.InputError, "x has size 2 in dimension 1; expected 3"),
-        (lambda f: f(np.zeros((4, 3), "f")[::-1]), TypeError, "negative stride"),
-        (lambda f: f(np.zeros(4, dtype="U3")), TypeError, "buffer format"),
+        (lambda f: f(np.zeros(4, dtype="U3")), abn.InputError, "x: expected float32, got ndarray of dtype str96"),
         (lambda f: f(), abn.InputError, "0 inputs; expected 1"),
         (lambda f: f(y=1), abn.InputError, "no argument 'y'"),
         (lambda f: f(torch.zeros(4, 3, requires_grad=True)), BufferError, "require gradient"),
@@ -111,7 +110,9 @@ def test_a_module_and_its_backward() -> None:
     module, loaded = abn.load(PAIR, unchecked=True).module(), load(PAIR).module()
     x, more = arguments()
     expected = loaded(x, more)
-    out, h = module.forward(x.detach(), more["bias"])
+    result = module.forward(x.detach(), more["bias"])
+    (out, h), empty = (result["out"], result["h"][0]), result["h"][1]
+    assert list(result) == ["out", "h", "rows"] and result["rows"] == len(x) and empty is None
     torch.testing.assert_close(torch.from_numpy(out), expected["out"].detach())
     (expected["out"].sum() + 2 * expected["h"][0].sum()).backward()
     found = module.backward(np.ones_like(out), np.full_like(h, 2))
@@ -119,7 +120,7 @@ def test_a_module_and_its_backward() -> None:
     torch.testing.assert_close(torch.from_numpy(found["first.weight"]), loaded.get_parameter("first.weight").grad)
     assert module.state["calls"] == 1
     module.state["scale"][:] = 0
-    assert not module(x.detach(), more["bias"])[1].any()  # inference reads the written value
+    assert not module(x.detach(), more["bias"])["h"][0].any()  # inference reads the written value
 
 
 def test_a_training_goes_on_in_either_runtime(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ import aot_backward as ab
 from aot_backward_runtime import load
 
 from ..support import c_library, golden_files
-from ..support.c_library import FORMAT, NAME, library
+from ..support.c_library import FORMAT, INPUT, NAME, library
 from ..support.exports import shared
 from ..support.golden_packages import samples as step_samples
 from ..tools.fuzz import spoiling
@@ -147,3 +148,77 @@ def test_a_parameter_with_the_name_of_an_optimizer_state(tmp_path: Path) -> None
     state = theirs.state_dict()["optimizer"]["state"]
     assert any(np.array_equal(s["exp_avg"], mine.parameters["step/3.bias"]) for s in state.values() if s["exp_avg"].shape == bias.shape)
     mine.resume(tmp_path / "mine.state")
+
+
+def test_results_have_the_callers_structure() -> None:
+    package, (positions, kinds) = abn.load(hosted()), samples(7)
+    found, expected = package.function()(positions), bonds(positions)
+    assert list(found) == list(expected) and found["atoms"] == 7 and type(found["axes"]) is list and type(found["centre"]) is tuple
+    assert type(found["bonds"]).__name__ == "Bonds" and type(found["bonds"]) is type(package.function()(positions)["bonds"])
+    assert found["bonds"].stiff == 2.5
+    np.testing.assert_allclose(found["bonds"].lengths, expected["bonds"].lengths)
+    (value, more), gradients = package.grad()(positions, kinds)
+    assert list(more) == ["energies", "charges"] and more["charges"][1] is None and list(gradients) == ["positions"]  # wrt was a list
+    np.testing.assert_allclose(value, more["energies"].sum())
+    np.testing.assert_allclose(gradients["positions"], load(hosted()).grad()(positions, kinds)[1]["positions"])
+    with c_library.function(hosted(), "energy", "standalone") as called:
+        assert [n for n, _ in called.describe(c_library.OUTPUTS)] == ["output[0]", "energies", "charges[0]"]
+        size = ctypes.c_int64()
+        assert library().aotb_size(called.handle, b"s0", ctypes.byref(size)) == INPUT and b"call it first" in library().aotb_error()
+        called.run(positions, kinds)
+        c_library.check(library().aotb_size(called.handle, b"2*s0 + 1", ctypes.byref(size)))
+        assert size.value == 15
+        assert library().aotb_size(called.handle, b"s0 +", ctypes.byref(size)) == INPUT
+        assert library().aotb_structure(called.handle, 1) is None and b"no variant 1" in library().aotb_error()
+        assert json.loads(library().aotb_structure(called.handle, 0))["children"][1]["children"] == [{"kind": "tensor", "index": 3}]
+
+
+@golden_files.needed
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"kind": "tensor", "index": 3},
+        {"kind": "tensor", "index": -1},
+        {"kind": "tensor"},
+        {"kind": "set", "children": []},
+        {"kind": "dict", "keys": ["a"], "children": []},
+        {"kind": "namedtuple", "type_name": "x.class", "keys": [], "children": []},
+        {"kind": "namedtuple", "type_name": "x.A", "keys": ["import os"], "children": [{"kind": "tensor", "index": 0}]},
+    ],
+    ids=str,
+)
+def test_a_structure_that_lies_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    def change(manifest: Any) -> None:
+        for variant in manifest["entries"]["loss"]["variants"]:
+            variant.update(out_tree={"kind": "tuple", "children": [tree]})
+
+    loss = abn.load(rewritten(PAIR, tmp_path / "x.pt2", change), unchecked=True).grad()
+    with pytest.raises(abn.PackageError, match="structure of the results"):
+        loss(np.zeros((4, 3), "f"))
+
+
+@golden_files.needed
+def test_variants_with_other_numbers_of_results(tmp_path: Path) -> None:
+    """The first variant gives fewer results than the second."""
+
+    def change(manifest: Any) -> None:
+        variants = manifest["entries"]["loss"]["variants"]
+        more = copy.deepcopy(variants[0])
+        variants[0]["symbols"][0]["maximum"] = 4
+        more["outputs"].append(more["outputs"][0])
+        more["gradient"]["outputs"].append(more["gradient"]["outputs"][0])
+        more["out_tree"] = {"kind": "list", "children": [{"kind": "tensor", "index": 0}, {"kind": "tensor", "index": 1}]}
+        variants.append(more)
+
+    path, theirs = rewritten(PAIR, tmp_path / "x.pt2", change), load(PAIR).grad()
+    loss = abn.load(path, unchecked=True).grad()
+    for rows in (3, 6, 4, 5):
+        x = torch.randn(rows, 3)
+        value, gradients = loss(x)
+        expected, wanted = theirs(x)
+        np.testing.assert_allclose(value, [expected] * 2 if rows > 4 else expected, rtol=1e-6)
+        np.testing.assert_allclose(gradients["x"], wanted["x"], rtol=1e-6)
+    with pytest.raises(abn.InputError, match=r"out: the variants return different structures\. Select one by use_variant"):
+        loss(np.zeros((4, 3), "f"), out=(None, {}))
+    receiver = np.zeros((3, 3), "f")
+    assert loss.use_variant(0)(np.ones((3, 3), "f"), out=(None, {"x": receiver}))[1]["x"] is receiver and receiver.any()

@@ -93,7 +93,7 @@ def build(name: str = "native", *flags: str) -> Path:
 @functools.cache
 def library() -> ctypes.CDLL:
     opened = ctypes.CDLL(str(build() / "libaot_backward.so"))
-    for name in ("aotb_error", "aotb_entry", "aotb_kind", "aotb_metadata"):
+    for name in ("aotb_error", "aotb_entry", "aotb_kind", "aotb_metadata", "aotb_structure", "aotb_digest"):
         getattr(opened, name).restype = ctypes.c_char_p
     return opened
 

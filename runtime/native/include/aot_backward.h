@@ -78,6 +78,9 @@ typedef struct {
 aotb_status aotb_open(const char *path, const aotb_options *options, aotb_package **out);
 void aotb_close(aotb_package *package); /* its functions stay valid */
 
+/* The SHA-256 of the manifest, as 64 hexadecimal digits. The manifest has the digests of all other members, so it identifies the package. */
+const char *aotb_digest(const aotb_package *package);
+
 /* Number, names and kinds ("grad", "function", "step" or "module") of the entries that C can call. */
 uint32_t aotb_entries(const aotb_package *package);
 const char *aotb_entry(const aotb_package *package, uint32_t number);
@@ -123,10 +126,26 @@ uint32_t aotb_variants(const aotb_function *function);
 uint32_t aotb_count(const aotb_function *function, uint32_t variant, aotb_part part);
 aotb_status aotb_describe(const aotb_function *function, uint32_t variant, aotb_part part, uint32_t number, aotb_description *out);
 
+/* The structure of a variant's results as in Python, for bindings: JSON text, a tree of docs/format.md, whose tensors have the numbers of the results
+ * of aotb_run. A grad entry has the pair of outputs and gradients. The text belongs to the function. */
+const char *aotb_structure(aotb_function *function, uint32_t variant);
+
+/* Evaluates a size of aotb_describe or aotb_structure, such as "2*s0 + 1", for the inputs of the last call. */
+aotb_status aotb_size(aotb_function *function, const char *size, int64_t *out);
+
+/* Not 0: converts inputs of another dtype. Floating-point and integer dtypes of other widths are converted, integers to floating-point numbers, and
+ * real to complex numbers. Anything else is an error, and so is an integer that does not fit. A variant of the given dtypes is preferred. The default is
+ * 0: another dtype is an error. */
+aotb_status aotb_convert(aotb_function *function, int convert);
+
+/* Multiplies the gradient of that name (AOTB_GRADIENTS) by a factor in every call: -1 makes a force of the gradient of an energy. */
+aotb_status aotb_scale(aotb_function *function, const char *gradient, double factor);
+
 /* Calls the function. It runs the first variant whose dtypes, shapes and mode match (aotb_served returns its number). Inputs with other strides are
  * copied.
  *
  * `outputs` receives the results in the order of aotb_describe: the outputs, then the gradients of a grad entry. It may be shorter than the results.
+ * If variants have different numbers of results, it may have room for the most: `ndim` of the rest becomes -1.
  * If `data` is NULL, every field is filled in. Data, shape and strides then belong to the function until its next call, which may receive the same
  * array again. If you set `data` and `shape`, they are compared with the result's dtype and shape before anything runs, and the result is copied.
  * If a gradient is None in Python, `ndim` becomes -1.

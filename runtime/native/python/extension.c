@@ -32,7 +32,12 @@ typedef struct {
   PyObject_HEAD state *module;
   aotb_function *handle;
   PyObject *package;
-  int busy; /* protected by the GIL: a call runs, or its results are being copied */
+  PyObject *door;     /* makes arrays of other arguments; NULL: none */
+  struct Input *kept; /* of the last forward, until its backward */
+  Py_ssize_t kept_count;
+  uint32_t most, outputs, gradients; /* the largest number of results of a run, of outputs, of gradients, over the variants */
+  uint32_t forwarded;                /* the variant of the last forward */
+  int busy;                          /* protected by the GIL: a call runs, or its results are being copied */
 } Function;
 
 typedef struct {
@@ -241,64 +246,56 @@ static PyObject *tensor_dtype(PyObject *self, void *none) {
 
 /* --- arrays of the caller --------------------------------------------------------------------------------------------------------------------- */
 
-typedef struct {
+typedef struct Input {
   DLTensor tensor;
   Py_buffer buffer;
-  managed *given; /* from DLPack, to be deleted; or NULL */
-  int held;       /* whether to release `buffer` */
+  managed *given;  /* from DLPack, to be deleted; or NULL */
+  int held;        /* whether to release `buffer` */
+  PyObject *owner; /* an array that was made of the argument; or NULL */
   int64_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
 } Input;
+
+enum { TAKEN, FAILED, UNSUPPORTED }; /* FAILED: with a Python error */
 
 static void release(Input *inputs, Py_ssize_t count) {
   for (Py_ssize_t i = 0; i < count; i++) {
     if (inputs[i].held) PyBuffer_Release(&inputs[i].buffer);
     if (inputs[i].given && inputs[i].given->deleter) inputs[i].given->deleter(inputs[i].given);
+    if (inputs[i].owner) Py_DecRef(inputs[i].owner);
   }
   PyMem_Free(inputs);
 }
 
-static int take_buffer(Input *in, PyObject *object, Py_ssize_t number) {
+static int take_buffer(Input *in, PyObject *object, int writable) {
   Py_buffer *b = &in->buffer;
-  if (PyObject_GetBuffer(object, b, PyBUF_RECORDS_RO)) return -1;
+  if (PyObject_GetBuffer(object, b, writable ? PyBUF_RECORDS : PyBUF_RECORDS_RO)) {
+    if (writable) return FAILED;
+    PyErr_Clear(); /* NumPy has no format for some dtypes */
+    return UNSUPPORTED;
+  }
   in->held = 1;
   DLDataType dtype = dtype_of(b->format, b->itemsize);
-  if (!dtype.bits || b->ndim > MOST_DIMENSIONS) {
-    PyErr_Format(PyExc_TypeError, "input %zd has the buffer format '%s' and %d dimensions, which is not supported", number,
-                 b->format ? b->format : "B", b->ndim);
-    return -1;
-  }
-  for (int d = 0; d < b->ndim; d++) {
+  int fits = dtype.bits && b->ndim <= MOST_DIMENSIONS;
+  for (int d = 0; fits && d < b->ndim; d++) {
     in->shape[d] = b->shape[d];
-    in->strides[d] = b->strides[d] / b->itemsize;
-    if (b->shape[d] > 1 && b->strides[d] % b->itemsize) {
-      PyErr_Format(PyExc_TypeError, "input %zd has a stride of %zd bytes, which is not a multiple of its element size: pass a copy", number,
-                   b->strides[d]);
-      return -1;
-    }
-    if (b->shape[d] > 1 && b->strides[d] < 0) {
-      PyErr_Format(PyExc_TypeError, "input %zd has a negative stride: pass a copy", number);
-      return -1;
-    }
-    if (b->shape[d] <= 1) in->strides[d] = 0;
+    in->strides[d] = b->shape[d] > 1 ? b->strides[d] / b->itemsize : 0;
+    fits = b->shape[d] <= 1 || (b->strides[d] >= 0 && b->strides[d] % b->itemsize == 0);
+  }
+  if (!fits) {
+    PyBuffer_Release(b);
+    in->held = 0;
+    return UNSUPPORTED;
   }
   in->tensor = (DLTensor){b->buf, {1, 0}, b->ndim, dtype, in->shape, in->strides, 0};
-  return 0;
+  return TAKEN;
 }
 
-static int take_tensor(Input *in, PyObject *object) {
-  Tensor *t = (Tensor *)object;
-  in->tensor = (DLTensor){t->data, {1, 0}, t->dimensions, t->dtype, t->shape, t->strides, 0};
-  return 0; /* the caller owns it */
-}
-
-static int take_dlpack(Input *in, PyObject *object, Py_ssize_t number) {
+static int take_dlpack(Input *in, PyObject *object) {
   PyObject *capsule = PyObject_CallMethod(object, "__dlpack__", NULL);
   if (!capsule) {
-    if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
-      PyErr_Clear();
-      PyErr_Format(PyExc_TypeError, "input %zd is a %.100R; expected an array: the buffer protocol or DLPack", number, (PyObject *)Py_TYPE(object));
-    }
-    return -1;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return FAILED;
+    PyErr_Clear();
+    return UNSUPPORTED;
   }
   managed *m = PyCapsule_GetPointer(capsule, "dltensor");
   if (m && !PyCapsule_SetName(capsule, "used_dltensor")) {
@@ -306,18 +303,58 @@ static int take_dlpack(Input *in, PyObject *object, Py_ssize_t number) {
     in->tensor = m->tensor;
   }
   Py_DecRef(capsule);
-  return m ? 0 : -1;
+  return m ? TAKEN : FAILED;
 }
 
-static Input *take(const state *s, PyObject *const *objects, Py_ssize_t count, int may_be_none) {
+static int take_one(const state *s, Input *in, PyObject *object, int writable) {
+  if (Py_TYPE(object) == s->tensor) { /* the caller owns it */
+    Tensor *t = (Tensor *)object;
+    in->tensor = (DLTensor){t->data, {1, 0}, t->dimensions, t->dtype, t->shape, t->strides, 0};
+    return TAKEN;
+  }
+  return PyObject_CheckBuffer(object) ? take_buffer(in, object, writable) : take_dlpack(in, object);
+}
+
+/* Takes the arguments of a part (AOTB_INPUTS or AOTB_INCOMING). The function's door makes arrays of those that have neither protocol, or a layout that
+ * C does not take. */
+static Input *take(const Function *f, PyObject *const *objects, Py_ssize_t count, int part) {
   Input *out = PyMem_Calloc((size_t)count + 1, sizeof *out);
   if (!out) return (Input *)PyErr_NoMemory();
   for (Py_ssize_t i = 0; i < count; i++) {
-    if (may_be_none && objects[i] == Py_None) continue;
-    int failed = Py_TYPE(objects[i]) == s->tensor   ? take_tensor(&out[i], objects[i])
-                 : PyObject_CheckBuffer(objects[i]) ? take_buffer(&out[i], objects[i], i)
-                                                    : take_dlpack(&out[i], objects[i], i);
-    if (failed) {
+    if (part == AOTB_INCOMING && objects[i] == Py_None) continue;
+    int found = take_one(f->module, &out[i], objects[i], 0);
+    if (found == UNSUPPORTED && f->door) {
+      out[i].owner = PyObject_CallFunction(f->door, "Oin", objects[i], part, i);
+      found = out[i].owner ? take_one(f->module, &out[i], out[i].owner, 0) : FAILED;
+    }
+    if (found == UNSUPPORTED)
+      PyErr_Format(PyExc_TypeError, "input %zd: expected an array (buffer protocol or DLPack), got %.100R", i, (PyObject *)Py_TYPE(objects[i]));
+    if (found != TAKEN) {
+      release(out, i + 1);
+      return NULL;
+    }
+  }
+  return out;
+}
+
+/* Takes the arrays that receive results. None: not given. */
+static Input *take_results(const Function *f, PyObject *objects, uint32_t count) {
+  Input *out = PyMem_Calloc((size_t)count + 1, sizeof *out);
+  if (!out) return (Input *)PyErr_NoMemory();
+  Py_ssize_t given = PyTuple_Check(objects) ? PyTuple_Size(objects) : -1;
+  if (given < 0 || given > count) {
+    PyErr_Format(PyExc_TypeError, "out: expected a tuple of at most %u arrays, got %R", count, objects);
+    release(out, 0);
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < given; i++) {
+    PyObject *one = PyTuple_GetItem(objects, i);
+    if (one == Py_None) continue;
+    int found = take_one(f->module, &out[i], one, 1);
+    if (found == UNSUPPORTED)
+      PyErr_Format(PyExc_TypeError, "out: expected an array (buffer protocol or DLPack) of this machine's byte order, got %.100R",
+                   (PyObject *)Py_TYPE(one));
+    if (found != TAKEN) {
       release(out, i + 1);
       return NULL;
     }
@@ -338,55 +375,82 @@ static int enter(Function *f) {
   return f->busy = 1, 0;
 }
 
-/* Calls `function` with arrays. Returns a list of `results` items: copied tensors or None. */
-static PyObject *called(Function *f, call *function, PyObject *const *args, Py_ssize_t count, uint32_t results, int may_be_none) {
-  if (enter(f)) return NULL;
-  Input *inputs = take(f->module, args, count, may_be_none);
-  DLTensor *given = inputs ? PyMem_Calloc((size_t)count + 1, sizeof *given) : NULL, *made = given ? PyMem_Calloc(results + 1u, sizeof *made) : NULL;
-  PyObject *out = NULL;
+/* Returns the list of results: for each the caller's array, a copied tensor, or None. */
+static PyObject *listed(const state *s, const DLTensor *made, uint32_t count, PyObject *outs) {
+  PyObject *out = PyList_New(count);
+  for (uint32_t i = 0; out && i < count; i++) {
+    PyObject *own = outs && (Py_ssize_t)i < PyTuple_Size(outs) ? PyTuple_GetItem(outs, i) : Py_None;
+    PyObject *one = own != Py_None && made[i].ndim >= 0 ? Py_NewRef(own) : copied(s, &made[i]);
+    if (!one || PyList_SetItem(out, i, one)) {
+      Py_DecRef(out);
+      out = NULL;
+    }
+  }
+  return out;
+}
+
+/* Returns the value of the only keyword argument, out=…, or NULL with or without an error. */
+static PyObject *out_of(PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  if (!names || !PyTuple_Size(names)) return NULL;
+  if (PyTuple_Size(names) == 1 && !PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "out"))
+    return args[count] == Py_None ? NULL : args[count];
+  PyErr_SetString(PyExc_TypeError, "the only keyword argument is out");
+  return NULL;
+}
+
+static uint32_t smaller(uint32_t one, uint32_t other) { return one < other ? one : other; }
+
+/* Calls `function` with arrays. `most`: the largest number of results. Returns a list of results. */
+static PyObject *called(Function *f, call *function, PyObject *const *args, Py_ssize_t count, PyObject *names, uint32_t most) {
+  PyObject *out = NULL, *outs = out_of(args, count, names);
+  if (PyErr_Occurred() || enter(f)) return NULL;
+  int backward = function == aotb_backward, forward = function == aotb_forward;
+  Input *inputs = take(f, args, count, backward ? AOTB_INCOMING : AOTB_INPUTS), *into = inputs && outs ? take_results(f, outs, most) : NULL;
+  DLTensor *given = inputs && (into || !outs) ? PyMem_Calloc((size_t)count + 1, sizeof *given) : NULL,
+           *made = given ? PyMem_Calloc(most + 1u, sizeof *made) : NULL;
   if (made) {
     aotb_status status;
     for (Py_ssize_t i = 0; i < count; i++) given[i] = inputs[i].tensor;
+    for (uint32_t i = 0; into && i < most; i++) made[i] = into[i].tensor;
     Py_BEGIN_ALLOW_THREADS;
-    status = function(f->handle, given, (uint32_t)count, made, results);
+    status = function(f->handle, given, (uint32_t)count, made, most);
     Py_END_ALLOW_THREADS;
+    if (!status && forward) f->forwarded = aotb_served(f->handle);
+    uint32_t served = backward ? f->forwarded : aotb_served(f->handle), results = backward ? 0 : aotb_count(f->handle, served, AOTB_OUTPUTS);
+    if (backward || f->most > f->outputs) results += aotb_count(f->handle, served, AOTB_GRADIENTS);
     if (status) raise_error(f->module, status);
-    else out = PyList_New(results);
-    for (uint32_t i = 0; out && i < results; i++) {
-      PyObject *one = copied(f->module, &made[i]);
-      if (!one || PyList_SetItem(out, i, one)) {
-        Py_DecRef(out);
-        out = NULL;
-      }
-    }
-  } else if (inputs) PyErr_NoMemory();
-  f->busy = 0;
+    else out = listed(f->module, made, smaller(results, most), outs);
+  } else if (!PyErr_Occurred()) PyErr_NoMemory();
   PyMem_Free(made);
   PyMem_Free(given);
+  if (into) release(into, most);
+  if (forward && out) { /* the backward reads the inputs again */
+    Input *before = f->kept;
+    Py_ssize_t before_count = f->kept_count;
+    f->kept = inputs;
+    f->kept_count = count;
+    inputs = before;
+    count = before_count;
+  }
+  f->busy = 0;
   if (inputs) release(inputs, count);
   return out;
 }
 
-static PyObject *function_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  Function *f = (Function *)self;
-  uint32_t results = aotb_count(f->handle, 0, AOTB_OUTPUTS);
-  if (!strcmp(aotb_kind(f->handle), "grad")) results += aotb_count(f->handle, 0, AOTB_GRADIENTS);
-  return called(f, aotb_run, args, count, results, 0);
+static PyObject *function_run(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  return called((Function *)self, aotb_run, args, count, names, ((Function *)self)->most);
 }
 
-static PyObject *function_forward(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  Function *f = (Function *)self;
-  return called(f, aotb_forward, args, count, aotb_count(f->handle, 0, AOTB_OUTPUTS), 0);
+static PyObject *function_forward(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  return called((Function *)self, aotb_forward, args, count, names, ((Function *)self)->outputs);
 }
 
-static PyObject *function_backward(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  Function *f = (Function *)self;
-  return called(f, aotb_backward, args, count, aotb_count(f->handle, aotb_served(f->handle), AOTB_GRADIENTS), 1);
+static PyObject *function_backward(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  return called((Function *)self, aotb_backward, args, count, names, ((Function *)self)->gradients);
 }
 
-static PyObject *function_accumulate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  Function *f = (Function *)self;
-  return called(f, aotb_accumulate, args, count, aotb_count(f->handle, 0, AOTB_OUTPUTS), 0);
+static PyObject *function_accumulate(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  return called((Function *)self, aotb_accumulate, args, count, names, ((Function *)self)->outputs);
 }
 
 static PyObject *answer(const Function *f, aotb_status status) {
@@ -420,6 +484,46 @@ static PyObject *function_use_variant(PyObject *self, PyObject *number) {
   long long chosen = PyLong_AsLongLong(number);
   if (chosen == -1 && PyErr_Occurred()) return NULL;
   return answer((Function *)self, aotb_use_variant(((Function *)self)->handle, chosen));
+}
+
+static PyObject *function_convert(PyObject *self, PyObject *flag) {
+  int convert = PyObject_IsTrue(flag);
+  return convert < 0 ? NULL : answer((Function *)self, aotb_convert(((Function *)self)->handle, convert));
+}
+
+static PyObject *function_scale(PyObject *self, PyObject *args) {
+  const char *name;
+  double factor;
+  if (!PyArg_ParseTuple(args, "sd", &name, &factor)) return NULL;
+  return answer((Function *)self, aotb_scale(((Function *)self)->handle, name, factor));
+}
+
+/* structure(variant): JSON text */
+static PyObject *function_structure(PyObject *self, PyObject *number) {
+  Function *f = (Function *)self;
+  unsigned long chosen = PyLong_AsUnsignedLong(number);
+  if (PyErr_Occurred()) return NULL;
+  const char *text = aotb_structure(f->handle, (uint32_t)chosen);
+  return text ? PyUnicode_FromString(text) : raise_error(f->module, AOTB_NAME);
+}
+
+static PyObject *function_size(PyObject *self, PyObject *text) {
+  Function *f = (Function *)self;
+  Py_ssize_t length;
+  int64_t size = 0;
+  const char *words = PyUnicode_AsUTF8AndSize(text, &length);
+  if (!words) return NULL;
+  aotb_status status = aotb_size(f->handle, words, &size);
+  return status ? raise_error(f->module, status) : PyLong_FromLongLong(size);
+}
+
+/* door(callable): callable(object, part, number) makes an array of an argument that has neither protocol. It must not refer to this function. */
+static PyObject *function_door(PyObject *self, PyObject *door) {
+  Function *f = (Function *)self;
+  PyObject *before = f->door;
+  f->door = Py_NewRef(door);
+  if (before) Py_DecRef(before);
+  Py_RETURN_NONE;
 }
 
 static PyObject *function_number(PyObject *self, PyObject *args) {
@@ -493,6 +597,34 @@ static PyObject *function_state(PyObject *self, PyObject *name) {
   return (PyObject *)t;
 }
 
+static void spread_rows(char *to, const DLTensor *like, const char *from, int d, size_t size) {
+  int64_t inner = 1;
+  for (int k = d + 1; k < like->ndim; k++) inner *= like->shape[k];
+  if (d == like->ndim) {
+    memcpy(to, from, size);
+    return;
+  }
+  for (int64_t i = 0; i < like->shape[d]; i++)
+    spread_rows(to + (size_t)(i * like->strides[d]) * size, like, from + (size_t)(i * inner) * size, d + 1, size);
+}
+
+/* set_state(name, bytes): row-major bytes */
+static PyObject *function_set_state(PyObject *self, PyObject *args) {
+  Function *f = (Function *)self;
+  const char *name;
+  Py_buffer data;
+  DLTensor view = {0};
+  if (!PyArg_ParseTuple(args, "sy*", &name, &data)) return NULL;
+  aotb_status status = aotb_state(f->handle, name, &view);
+  Py_ssize_t bytes = view.dtype.bits / 8;
+  for (int d = 0; d < view.ndim; d++) bytes *= view.shape[d];
+  if (!status && bytes == data.len && bytes) spread_rows((char *)view.data + view.byte_offset, &view, data.buf, 0, view.dtype.bits / 8);
+  Py_ssize_t given = data.len;
+  PyBuffer_Release(&data);
+  if (!status && bytes != given) return PyErr_Format(PyExc_ValueError, "%s: expected %zd bytes, got %zd", name, bytes, given);
+  return answer(f, status);
+}
+
 /* Returns a list of (name, dtype, shape as strings, group, position, value). */
 static PyObject *function_describe(PyObject *self, PyObject *args) {
   Function *f = (Function *)self;
@@ -522,6 +654,11 @@ static PyObject *function_kind(PyObject *self, void *none) {
   return PyUnicode_FromString(aotb_kind(((Function *)self)->handle));
 }
 
+static PyObject *function_variants(PyObject *self, void *none) {
+  (void)none;
+  return PyLong_FromUnsignedLong(aotb_variants(((Function *)self)->handle));
+}
+
 static PyObject *function_served(PyObject *self, void *none) {
   (void)none;
   return PyLong_FromUnsignedLong(aotb_served(((Function *)self)->handle));
@@ -531,11 +668,24 @@ static void function_dealloc(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   aotb_free(((Function *)self)->handle);
   if (((Function *)self)->package) Py_DecRef(((Function *)self)->package);
+  if (((Function *)self)->door) Py_DecRef(((Function *)self)->door);
+  if (((Function *)self)->kept) release(((Function *)self)->kept, ((Function *)self)->kept_count);
   PyObject_Free(self);
   Py_DecRef((PyObject *)type);
 }
 
 /* --- packages --------------------------------------------------------------------------------------------------------------------------------- */
+
+/* Finds the largest numbers of results. */
+static void count_results(Function *f) {
+  int grad = !strcmp(aotb_kind(f->handle), "grad");
+  for (uint32_t i = 0; i < aotb_variants(f->handle); i++) {
+    uint32_t outputs = aotb_count(f->handle, i, AOTB_OUTPUTS), gradients = aotb_count(f->handle, i, AOTB_GRADIENTS);
+    if (outputs > f->outputs) f->outputs = outputs;
+    if (gradients > f->gradients) f->gradients = gradients;
+    if (outputs + (grad ? gradients : 0) > f->most) f->most = outputs + (grad ? gradients : 0);
+  }
+}
 
 static PyObject *package_function(PyObject *self, PyObject *name) {
   Package *p = (Package *)self;
@@ -547,12 +697,19 @@ static PyObject *package_function(PyObject *self, PyObject *name) {
   f->module = p->module;
   f->handle = NULL;
   f->package = Py_NewRef(self);
+  f->door = NULL;
+  f->kept = NULL;
+  f->kept_count = 0;
+  f->most = f->outputs = f->gradients = f->forwarded = 0;
   f->busy = 0;
   aotb_status status;
   Py_BEGIN_ALLOW_THREADS;
   status = aotb_get(p->handle, text, &f->handle);
   Py_END_ALLOW_THREADS;
-  if (!status) return (PyObject *)f;
+  if (!status) {
+    count_results(f);
+    return (PyObject *)f;
+  }
   raise_error(p->module, status);
   Py_DecRef((PyObject *)f);
   return NULL;
@@ -575,6 +732,11 @@ static PyObject *package_metadata(PyObject *self, PyObject *name) {
   if (!text && name != Py_None) return NULL;
   found = aotb_metadata(p->handle, text);
   return found ? PyUnicode_FromString(found) : raise_error(p->module, AOTB_NAME);
+}
+
+static PyObject *package_digest(PyObject *self, PyObject *none) {
+  (void)none;
+  return PyUnicode_FromString(aotb_digest(((Package *)self)->handle));
 }
 
 static PyObject *package_seed(PyObject *self, PyObject *value) {
@@ -696,14 +858,20 @@ static PyType_Slot tensor_slots[] = {
 static PyType_Spec tensor_spec = {"aot_backward_native.Tensor", sizeof(Tensor), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                   tensor_slots};
 
-static PyMethodDef function_methods[] = {{"run", FAST(function_run), METH_FASTCALL, NULL},
-                                         {"forward", FAST(function_forward), METH_FASTCALL, NULL},
-                                         {"backward", FAST(function_backward), METH_FASTCALL, NULL},
-                                         {"accumulate", FAST(function_accumulate), METH_FASTCALL, NULL},
+static PyMethodDef function_methods[] = {{"run", FAST(function_run), METH_FASTCALL | METH_KEYWORDS, NULL},
+                                         {"forward", FAST(function_forward), METH_FASTCALL | METH_KEYWORDS, NULL},
+                                         {"backward", FAST(function_backward), METH_FASTCALL | METH_KEYWORDS, NULL},
+                                         {"accumulate", FAST(function_accumulate), METH_FASTCALL | METH_KEYWORDS, NULL},
                                          {"update", function_update, METH_NOARGS, NULL},
                                          {"zero_grad", function_zero_grad, METH_NOARGS, NULL},
                                          {"train", function_train, METH_O, NULL},
                                          {"use_variant", function_use_variant, METH_O, NULL},
+                                         {"convert", function_convert, METH_O, NULL},
+                                         {"scale", function_scale, METH_VARARGS, NULL},
+                                         {"structure", function_structure, METH_O, NULL},
+                                         {"size", function_size, METH_O, NULL},
+                                         {"door", function_door, METH_O, NULL},
+                                         {"set_state", function_set_state, METH_VARARGS, NULL},
                                          {"number", function_number, METH_VARARGS, NULL},
                                          {"progress", function_progress, METH_NOARGS, NULL},
                                          {"save", function_save, METH_VARARGS, NULL},
@@ -711,16 +879,22 @@ static PyMethodDef function_methods[] = {{"run", FAST(function_run), METH_FASTCA
                                          {"state", function_state, METH_O, NULL},
                                          {"describe", function_describe, METH_VARARGS, NULL},
                                          {NULL, NULL, 0, NULL}};
-static PyGetSetDef function_fields[] = {
-    {"kind", function_kind, NULL, NULL, NULL}, {"served", function_served, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef function_fields[] = {{"kind", function_kind, NULL, NULL, NULL},
+                                        {"variants", function_variants, NULL, NULL, NULL},
+                                        {"served", function_served, NULL, NULL, NULL},
+                                        {NULL, NULL, NULL, NULL, NULL}};
 static PyType_Slot function_slots[] = {
     {Py_tp_dealloc, (void *)(uintptr_t)function_dealloc}, {Py_tp_methods, function_methods}, {Py_tp_getset, function_fields}, {0, NULL}};
 static PyType_Spec function_spec = {"aot_backward_native.Function", sizeof(Function), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                     function_slots};
 
-static PyMethodDef package_methods[] = {{"function", package_function, METH_O, NULL}, {"entries", package_entries, METH_NOARGS, NULL},
-                                        {"metadata", package_metadata, METH_O, NULL}, {"seed", package_seed, METH_O, NULL},
-                                        {"threads", package_threads, METH_O, NULL},   {NULL, NULL, 0, NULL}};
+static PyMethodDef package_methods[] = {{"function", package_function, METH_O, NULL},
+                                        {"entries", package_entries, METH_NOARGS, NULL},
+                                        {"metadata", package_metadata, METH_O, NULL},
+                                        {"digest", package_digest, METH_NOARGS, NULL},
+                                        {"seed", package_seed, METH_O, NULL},
+                                        {"threads", package_threads, METH_O, NULL},
+                                        {NULL, NULL, 0, NULL}};
 static PyType_Slot package_slots[] = {{Py_tp_dealloc, (void *)(uintptr_t)package_dealloc}, {Py_tp_methods, package_methods}, {0, NULL}};
 static PyType_Spec package_spec = {"aot_backward_native.OpenPackage", sizeof(Package), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                    package_slots};

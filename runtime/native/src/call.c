@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "convert.h"
 #include "function.h"
 
 #define SHOWN(text) shown(text, strlen(text))
@@ -49,10 +50,12 @@ static const char *shape_words(const struct aotb_function *f, uint32_t rank, con
 static bool check_kind(struct aotb_function *f, const tensor_spec *spec, const DLTensor *t) {
   char shape[160];
   if (t->device.device_type != 1) return refuse(f, "%s is on device %" PRId32 "; expected 1, the CPU", spec->name, t->device.device_type);
-  const DLDataType *own = &t->dtype, *wanted = &spec->type->dl;
-  if (own->code != wanted->code || own->bits != wanted->bits || own->lanes != wanted->lanes)
-    return refuse(f, "%s has the DLDataType {code %u, bits %u, lanes %u}; expected {%u, %u, %u}, %s", spec->name, own->code, own->bits, own->lanes,
-                  wanted->code, wanted->bits, wanted->lanes, spec->type->name);
+  const dtype *given = dtype_of_dl(t->dtype);
+  const char *problem = convert_problem(given, spec->type);
+  char words[64];
+  if (given != spec->type && (problem || !f->converting))
+    return refuse(f, "%s: expected %s, got %s. %s", spec->name, spec->type->name, dtype_words(t->dtype, words),
+                  problem ? problem : "Convert it, or let the function do it: aotb_convert(function, 1), in Python cast=True");
   if (t->ndim < 0 || (uint32_t)t->ndim != spec->rank)
     return refuse(f, "%s has %" PRId32 " dimensions; expected %" PRIu32, spec->name, t->ndim, spec->rank);
   if (spec->rank && !t->shape) return refuse(f, "%s has no shape", spec->name);
@@ -125,9 +128,10 @@ static bool is_lent(const struct aotb_function *f, const void *data) {
   return false;
 }
 
-/* Sets `to` to the tensor with the strides that the code was compiled for: the tensor itself, or a copy in the function's memory. */
+/* Sets `to` to the tensor with the dtype and strides that the code was compiled for: the tensor itself, or a copy in the function's memory. */
 static bool fit(struct aotb_function *f, const tensor_spec *spec, const DLTensor *t, const int64_t *values, fitted *to) {
-  bool fits = true, empty = false;
+  const dtype *own = dtype_of_dl(t->dtype);
+  bool fits = own == spec->type, empty = false;
   int64_t given[DEEPEST], row = 1, reach = 0, elements = 1;
   for (uint32_t d = spec->rank; d--;) {
     int64_t n = to->shape[d] = t->shape[d];
@@ -144,7 +148,7 @@ static bool fit(struct aotb_function *f, const tensor_spec *spec, const DLTensor
       return refuse(f, "%s spans too much memory", spec->name);
   }
   char *data = t->data ? (char *)t->data + t->byte_offset : NULL;
-  uint32_t scalar = spec->type->dl.code == 5 ? (uint32_t)spec->type->size / 2 : (uint32_t)spec->type->size;
+  uint32_t scalar = own->dl.code == 5 ? (uint32_t)own->size / 2 : (uint32_t)own->size;
   to->data = data;
   if (empty || (fits && !((uintptr_t)data % scalar) && !is_lent(f, data))) return true;
   if (reach > 16 * elements + (1 << 20)) return refuse(f, "%s would be spread over %" PRId64 " elements", spec->name, reach);
@@ -153,11 +157,14 @@ static bool fit(struct aotb_function *f, const tensor_spec *spec, const DLTensor
     free(to->scratch);
     to->room = 0;
     if (!(to->scratch = aligned_alloc(ALIGNED, (bytes + 2 * ALIGNED - 1) / ALIGNED * ALIGNED)))
-      return refuse(f, "%s has other strides than the code was compiled for, and there is no memory for a copy", spec->name);
+      return refuse(f, "%s has another dtype or other strides than the code was compiled for, and there is no memory for a copy", spec->name);
     to->room = bytes;
   }
   to->data = to->scratch;
-  copy_tensor(to->data, to->stride, data, given, (size_t)spec->type->size, spec->rank, to->shape);
+  char unfit[32];
+  if (own == spec->type) copy_tensor(to->data, to->stride, data, given, (size_t)spec->type->size, spec->rank, to->shape);
+  else if (!convert_tensor(to->data, to->stride, spec->type, data, given, own, spec->rank, to->shape, unfit))
+    return refuse(f, "%s: expected numbers that fit %s, got %s. Export a variant for %s", spec->name, spec->type->name, unfit, own->name);
   return true;
 }
 
@@ -186,27 +193,35 @@ variant *function_match(struct aotb_function *f, const DLTensor *inputs, uint32_
   const char *mode = f->in_training ? "train" : "eval", *other = NULL;
   variant *best = NULL;
   uint32_t tried = 0;
+  f->sized = false;
   if (count && !inputs) {
     aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " inputs, and no array of them", f->entry->name, count);
     return NULL;
   }
-  for (uint32_t i = 0; i < f->entry->variant_count; i++) {
-    variant *v = &f->variants[i];
-    if (f->only >= 0 && f->only != i) continue;
-    if (*v->spec->mode && strcmp(v->spec->mode, mode)) {
-      other = v->spec->mode;
-      continue;
+  for (int pass = 0; !best && pass <= f->converts; pass++) { /* a variant of the given dtypes comes before one that needs a conversion */
+    f->converting = pass;
+    tried = 0;
+    reasons[0] = 0;
+    for (uint32_t i = 0; i < f->entry->variant_count; i++) {
+      variant *v = &f->variants[i];
+      if (f->only >= 0 && f->only != i) continue;
+      if (*v->spec->mode && strcmp(v->spec->mode, mode)) {
+        other = v->spec->mode;
+        continue;
+      }
+      if (best && gradients_of(v) <= gradients_of(best)) continue;
+      if (!serves(f, v, inputs, count)) {
+        add_reason(f, reasons, sizeof reasons, !tried++);
+        continue;
+      }
+      best = v;
+      if (!most_gradients) break;
     }
-    if (best && gradients_of(v) <= gradients_of(best)) continue;
-    if (!serves(f, v, inputs, count)) {
-      add_reason(f, reasons, sizeof reasons, !tried++);
-      continue;
-    }
-    best = v;
-    if (!most_gradients) break;
   }
-  if (best) f->served = (uint32_t)(best - f->variants);
-  else if (!tried)
+  if (best) {
+    f->served = (uint32_t)(best - f->variants);
+    f->sized = true;
+  } else if (!tried)
     aotb_fail(AOTB_INPUT, "entry %s is in mode '%s' and was exported for '%s': aotb_train(function, %d)", f->entry->name, mode,
               other ? other : "none", other && !strcmp(other, "train"));
   else if (tried == 1) aotb_fail(AOTB_INPUT, "entry %s: %s", f->entry->name, reasons);
@@ -260,7 +275,7 @@ static bool wanted(struct aotb_function *f, variant *v, const runnable *r, uint3
 
 /* Checks that the caller's tensor can take the result. If an earlier call filled in its shape, the tensor is the function's and is filled in anew. */
 static aotb_status check_own(struct aotb_function *f, const wanted_result *w, DLTensor *t) {
-  char one[160], other[160];
+  char one[160], other[160], words[64];
   uintptr_t at = (uintptr_t)t->shape - (uintptr_t)f->layouts;
   if (at < f->layout_count * sizeof *f->layouts) {
     t->data = NULL;
@@ -273,14 +288,14 @@ static aotb_status check_own(struct aotb_function *f, const wanted_result *w, DL
               t->ndim >= 0 && (uint32_t)t->ndim == w->rank && (t->shape || !w->rank);
   for (uint32_t d = 0; same && d < w->rank; d++) same = t->shape[d] == w->shape[d] && (!t->strides || t->strides[d] >= 0);
   if (same) return AOTB_OK;
-  return aotb_fail(AOTB_INPUT,
-                   "entry %s: the tensor for %s: expected %s of shape %s without negative strides, got {code %u, bits %u, lanes %u} of shape %s",
-                   f->entry->name, w->name, w->type->name, shape_words(f, w->rank, w->shape, one), t->dtype.code, t->dtype.bits, t->dtype.lanes,
+  return aotb_fail(AOTB_INPUT, "entry %s: the tensor for %s: expected %s of shape %s without negative strides, got %s of shape %s%s", f->entry->name,
+                   w->name, w->type->name, shape_words(f, w->rank, w->shape, one), dtype_words(t->dtype, words),
                    shape_words(f,
                                t->ndim < 0 || !t->shape      ? 0
                                : (uint32_t)t->ndim < DEEPEST ? (uint32_t)t->ndim
                                                              : DEEPEST,
-                               t->shape, other));
+                               t->shape, other),
+                   t->device.device_type == 1 ? "" : " on another device than the CPU");
 }
 
 static void drop_results(runnable *r) {
@@ -322,11 +337,37 @@ static bool locate(struct aotb_function *f, variant *v, const runnable *r, const
   return true;
 }
 
+/* Fills `out` with a copy of the result, multiplied by `factor`: compiled code may have put the result into memory that another result has too. */
+static aotb_status give_scaled(struct aotb_function *f, runnable *r, uint32_t i, const wanted_result *w, const void *data, const int64_t *stride,
+                               double factor, DLTensor *out) {
+  fitted *to = &f->scaled[i];
+  int64_t row = 1, *shape = f->layouts[i][0], *dense = f->layouts[i][1];
+  for (uint32_t d = w->rank; d--;) {
+    shape[d] = w->shape[d];
+    dense[d] = row;
+    row *= w->shape[d];
+  }
+  size_t bytes = (size_t)row * (size_t)w->type->size;
+  if (bytes > to->room || !to->scratch) {
+    free(to->scratch);
+    to->room = 0;
+    to->scratch = aligned_alloc(ALIGNED, (bytes + 2 * ALIGNED - 1) / ALIGNED * ALIGNED);
+    if (!to->scratch) return aotb_fail(AOTB_MEMORY, "entry %s: no memory for %s, which is scaled", f->entry->name, w->name);
+    to->room = bytes;
+  }
+  scale_tensor(to->scratch, dense, data, stride, w->type, factor, w->rank, w->shape);
+  r->lent[r->lent_count++] = (lent){(uintptr_t)to->scratch, (uintptr_t)to->scratch + bytes};
+  *out = (DLTensor){.data = to->scratch, .device = {1, 0}, .ndim = (int32_t)w->rank, .dtype = w->type->dl, .shape = shape, .strides = dense};
+  return AOTB_OK;
+}
+
 static aotb_status give(struct aotb_function *f, variant *v, runnable *r, uint32_t i, bool reached, DLTensor *out) {
   wanted_result w;
   void *data = NULL;
   const int64_t *shape = NULL, *stride = NULL;
   wanted(f, v, r, i, &w);
+  uint32_t outputs = r == &v->backward ? 0 : r->plan->outputs.count;
+  double factor = i < outputs ? 1 : v->factors[i - outputs];
   if (w.from->from == FROM_NOTHING || !reached) {
     out->ndim = -1;
     return AOTB_OK;
@@ -340,9 +381,12 @@ static aotb_status give(struct aotb_function *f, variant *v, runnable *r, uint32
       plain[d] = out->strides ? out->strides[d] : row;
       row *= w.shape[d];
     }
-    copy_tensor((char *)out->data + out->byte_offset, plain, data, stride, (size_t)w.type->size, w.rank, w.shape);
+    char *own = (char *)out->data + out->byte_offset;
+    if (factor != 1) scale_tensor(own, plain, data, stride, w.type, factor, w.rank, w.shape);
+    else copy_tensor(own, plain, data, stride, (size_t)w.type->size, w.rank, w.shape);
     return AOTB_OK;
   }
+  if (factor != 1) return give_scaled(f, r, i, &w, data, stride, factor, out);
   if (w.from->from == FROM_RESULT) {
     int64_t reach = 1;
     for (uint32_t d = 0; d < w.rank; d++) reach += shape[d] > 0 ? (shape[d] - 1) * stride[d] : 0;
@@ -421,10 +465,27 @@ aotb_status function_open(struct aotb_function *f, runnable *r) {
   return (aotb_status)status;
 }
 
+static uint32_t results_of(const variant *v, const runnable *r) { return (r == &v->backward ? 0 : r->plan->outputs.count) + r->plan->gradient_count; }
+
+/* Returns the largest number of results of calls of this kind, over all variants. */
+static uint32_t most_results(const struct aotb_function *f, const variant *v, const runnable *r) {
+  uint32_t most = results_of(v, r);
+  if (r == &f->step.update) return most;
+  size_t place = (size_t)((const char *)r - (const char *)v);
+  for (uint32_t i = 0; i < f->entry->variant_count; i++) {
+    const runnable *other = (const runnable *)(const void *)((const char *)&f->variants[i] + place);
+    uint32_t results = other->plan ? results_of(&f->variants[i], other) : 0;
+    if (results > most) most = results;
+  }
+  return most;
+}
+
 aotb_status function_call(struct aotb_function *f, variant *v, runnable *r, DLTensor *outputs, uint32_t count) {
-  uint32_t own = r == &v->backward ? 0 : r->plan->outputs.count, all = own + r->plan->gradient_count;
-  if (count > all) return aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " results are asked for; it gives %" PRIu32, f->entry->name, count, all);
+  uint32_t all = results_of(v, r);
+  if (count > most_results(f, v, r))
+    return aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " results are asked for; it gives %" PRIu32, f->entry->name, count, all);
   if (count && !outputs) return aotb_fail(AOTB_INPUT, "entry %s: %" PRIu32 " results, and no array for them", f->entry->name, count);
+  while (count > all) outputs[--count].ndim = -1; /* another variant gives more */
   for (uint32_t i = 0; i < count; i++) {
     wanted_result w;
     aotb_status status;
@@ -462,6 +523,7 @@ aotb_status function_call(struct aotb_function *f, variant *v, runnable *r, DLTe
 
 bool function_fit_incoming(struct aotb_function *f, variant *v, const DLTensor *incoming, uint32_t count) {
   const tensor_specs *specs = &v->spec->cotangents;
+  f->converting = f->converts;
   if (count != specs->count) return refuse(f, "%" PRIu32 " incoming gradients; expected %" PRIu32, count, specs->count);
   for (uint32_t i = 0; i < count; i++) {
     const tensor_spec *spec = &specs->at[i];

@@ -1,5 +1,6 @@
 #include "dtypes.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const dtype all[] = {
@@ -20,6 +21,19 @@ const dtype *dtype_coded(int32_t code) {
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (all[i].code == code) return &all[i];
   return NULL;
+}
+
+const dtype *dtype_of_dl(DLDataType t) {
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    if (all[i].dl.code == t.code && all[i].dl.bits == t.bits && all[i].dl.lanes == t.lanes) return &all[i];
+  return NULL;
+}
+
+const char *dtype_words(DLDataType t, char out[64]) {
+  const dtype *found = dtype_of_dl(t);
+  if (found) return found->name;
+  snprintf(out, 64, "an unknown dtype (%u bits, %u lanes, code %u)", t.bits, t.lanes, t.code);
+  return out;
 }
 
 int32_t dtype_stored_size(const char *name) {

@@ -14,6 +14,9 @@ typedef struct {
 /* NULL if the name is unknown. */
 const dtype *dtype_named(const char *name);
 const dtype *dtype_coded(int32_t code);
+const dtype *dtype_of_dl(DLDataType type);
+/* Returns the name of the dtype for a message; of an unknown one, its code and bits. */
+const char *dtype_words(DLDataType type, char out[64]);
 /* Returns the bytes of an element by safetensors' name; 0 if it is unknown. */
 int32_t dtype_stored_size(const char *name);
 #endif

@@ -1,6 +1,7 @@
 #include "function.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +33,8 @@ static void begin_variant(struct aotb_function *f, const variant_spec *spec, var
   v->incoming = fitted_of(a, &spec->cotangents);
   v->defined = TAKE(a, spec->cotangents.count + 1u, bool);
   uint32_t gradients = spec->gradient ? spec->gradient->gradient_count : spec->backward ? spec->backward->gradient_count : 0;
+  v->factors = TAKE(a, gradients + 1u, double);
+  for (uint32_t i = 0; i < gradients; i++) v->factors[i] = 1;
   if (spec->outputs.count + gradients > f->layout_count) f->layout_count = spec->outputs.count + gradients;
   for (uint32_t i = 0; i < spec->outputs.count; i++)
     if (spec->outputs.at[i].rank > 64)
@@ -74,6 +77,7 @@ static void begin(struct aotb_function *f) {
   f->variants = TAKE(&f->a, f->entry->variant_count + 1u, variant);
   for (uint32_t i = 0; i < f->entry->variant_count; i++) begin_variant(f, &f->entry->variants[i], &f->variants[i]);
   f->layouts = arena_take(&f->a, f->layout_count + 1u, sizeof *f->layouts);
+  f->scaled = TAKE(&f->a, f->layout_count + 1u, fitted);
   f->in_training = f->entry->training;
   f->only = -1;
   read_weights(f);
@@ -128,6 +132,7 @@ void aotb_free(aotb_function *f) {
     for (uint32_t k = 0; v->inputs && k < v->spec->inputs.count; k++) free(v->inputs[k].scratch);
     for (uint32_t k = 0; v->incoming && k < v->spec->cotangents.count; k++) free(v->incoming[k].scratch);
   }
+  for (uint32_t i = 0; f->scaled && i < f->layout_count; i++) free(f->scaled[i].scratch);
   close_runnable(&f->step.update);
   free((void *)(uintptr_t)f->step.extra);
   arena_free(&f->a);
@@ -155,6 +160,14 @@ aotb_status aotb_use_variant(aotb_function *f, int64_t number) {
   aotb_status status = function_enter(f);
   if (status) return status;
   f->only = number;
+  return function_leave(f, AOTB_OK);
+}
+
+aotb_status aotb_convert(aotb_function *f, int convert) {
+  REQUIRE(f, "function", A_FUNCTION);
+  aotb_status status = function_enter(f);
+  if (status) return status;
+  f->converts = convert != 0;
   return function_leave(f, AOTB_OK);
 }
 
@@ -225,6 +238,87 @@ aotb_status aotb_describe(const aotb_function *f, uint32_t number, aotb_part par
   case AOTB_NUMBERS: *out = of_number(f, item); break;
   }
   return AOTB_OK;
+}
+
+static const char *gradient_name(const struct aotb_function *f, const variant_spec *v, uint32_t number) {
+  return of_gradient(f, v, gradients_of(v)->gradients[number].of).name;
+}
+
+aotb_status aotb_scale(aotb_function *f, const char *name, double factor) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(name, "gradient", "the name of a gradient");
+  if (!isfinite(factor))
+    return aotb_fail(AOTB_INPUT, "entry %s: factor of %s: expected a finite number, got %g", f->entry->name, SHOWN(name), factor);
+  aotb_status status = function_enter(f);
+  if (status) return status;
+  char has[512] = "none";
+  size_t n = 0;
+  bool found = false;
+  for (uint32_t i = 0; i < f->entry->variant_count; i++) {
+    const variant_spec *v = &f->entry->variants[i];
+    for (uint32_t k = 0; gradients_of(v) && k < gradients_of(v)->gradient_count; k++) {
+      const char *own = gradient_name(f, v, k);
+      if (!i && n < sizeof has) n += (size_t)snprintf(has + n, sizeof has - n, "%s%s", k ? ", " : "", SHOWN(own));
+      if (strcmp(own, name)) continue;
+      f->variants[i].factors[k] = factor;
+      found = true;
+    }
+  }
+  if (found) return function_leave(f, AOTB_OK);
+  return function_leave(f, aotb_fail(AOTB_NAME, "entry %s has no gradient '%s'; it has %s", f->entry->name, SHOWN(name), has));
+}
+
+/* Returns the structure of the results: that of the outputs; of a grad entry, the pair of outputs and gradients. */
+static const char *structure(struct aotb_function *f, const variant_spec *v) {
+  const char *outputs = arena_text(&f->a, v->out_tree, v->out_tree_length), *gradients = "";
+  if (f->entry->kind != ENTRY_GRAD) return outputs;
+  for (uint32_t i = 0; i < f->entry->wrt.count; i++) {
+    const char *one = "{\"kind\":\"constant\"}"; /* None */
+    for (uint32_t k = 0; k < v->gradient->gradient_count; k++)
+      if (!strcmp(v->gradient->gradients[k].of, f->entry->wrt.at[i]))
+        one = arena_print(&f->a, "{\"kind\":\"tensor\",\"index\":%" PRIu32 "}", v->outputs.count + k);
+    gradients = arena_print(&f->a, "%s%s%s", gradients, i ? "," : "", one);
+  }
+  if (!f->entry->single || f->entry->wrt.count != 1)
+    gradients = arena_print(&f->a, "{\"kind\":\"dict\",\"keys\":%.*s,\"children\":[%s]}", (int)f->entry->names_length, f->entry->names, gradients);
+  return arena_print(&f->a, "{\"kind\":\"tuple\",\"children\":[%s,%s]}", outputs, gradients);
+}
+
+const char *aotb_structure(aotb_function *f, uint32_t number) {
+  REQUIRE_OR_NOTHING(f, "function", A_FUNCTION);
+  if (number >= f->entry->variant_count) {
+    aotb_fail(AOTB_NAME, "entry %s has no variant %" PRIu32 "; it has %" PRIu32, f->entry->name, number, f->entry->variant_count);
+    return NULL;
+  }
+  if (function_enter(f)) return NULL;
+  variant *v = &f->variants[number];
+  jmp_buf back;
+  f->a.back = &back;
+  if (!v->structure && !setjmp(back)) v->structure = structure(f, v->spec);
+  f->a.back = NULL;
+  function_leave(f, AOTB_OK);
+  return v->structure;
+}
+
+aotb_status aotb_size(aotb_function *f, const char *size, int64_t *out) {
+  REQUIRE(f, "function", A_FUNCTION);
+  REQUIRE(size, "size", "a size as aotb_describe gives it");
+  REQUIRE(out, "out", "where to write the size");
+  aotb_status status = function_enter(f);
+  if (status) return status;
+  if (!f->sized)
+    return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s: the size %s is known after a call: call it first", f->entry->name, SHOWN(size)));
+  const variant *v = &f->variants[f->served];
+  arena own = {.path = f->package->path};
+  jmp_buf back;
+  own.back = &back;
+  int failed = setjmp(back);
+  if (!failed) {
+    expression e = expression_read(&own, size, v->spec->symbol_names, v->spec->symbol_count);
+    if (!expression_value(&e, v->values, out)) arena_fail(&own, AOTB_INPUT, "the size %s cannot be computed", SHOWN(size));
+  }
+  arena_free(&own);
+  return function_leave(f, failed && failed != AOTB_MEMORY ? AOTB_INPUT : (aotb_status)failed);
 }
 
 aotb_status aotb_state(aotb_function *f, const char *name, DLTensor *view) {

@@ -29,8 +29,10 @@ typedef struct {
   runnable forward, backward, inference, gradient, step, accumulate;
   int64_t *values; /* of the symbols, in the last call */
   fitted *inputs, *incoming;
-  bool *defined; /* whether each incoming gradient was given */
-  bool saved;    /* a forward has run and its saved tensors are valid */
+  bool *defined;         /* whether each incoming gradient was given */
+  bool saved;            /* a forward has run and its saved tensors are valid */
+  double *factors;       /* of its gradients */
+  const char *structure; /* JSON text; NULL: not asked for yet */
 } variant;
 
 typedef struct {
@@ -52,11 +54,14 @@ struct aotb_function {
   weight **weights; /* indexed as in the manifest; NULL: this entry does not use it */
   variant *variants;
   int64_t (*layouts)[2][64]; /* shapes and strides of the results that the caller sees */
+  fitted *scaled;            /* memory of results that were multiplied by a factor, for each of them */
   uint32_t layout_count;
   variant *forwarded; /* the last one that ran its forward */
   uint32_t served;    /* the variant of the last call */
   int64_t only;       /* the only variant that may run; -1: any */
   bool in_training, busy;
+  bool converts, converting; /* whether inputs of another dtype are converted, and whether the present match allows it */
+  bool sized;                /* the sizes of the variant `served` are those of the last call */
   training step;
   char words[512];
 };

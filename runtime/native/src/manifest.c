@@ -344,6 +344,9 @@ static void read_variant(const reader *r, const place *p, const json *value, con
   read_symbols(r, p, value, v);
   symbols s = {v->symbol_names, v->symbol_count};
   v->mode = text_of(r, p, value, "mode", NULL);
+  const json *tree = field(r, p, value, "out_tree", JSON_OBJECT, true);
+  v->out_tree = tree->raw;
+  v->out_tree_length = tree->raw_length;
   v->inputs = tensors(r, p, value, "inputs", &s);
   v->outputs = tensors(r, p, value, "outputs", &s);
   v->cotangents = tensors(r, p, value, "cotangents", &s);
@@ -505,6 +508,13 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
   e->training = truth(r, p, value, "training", true);
   e->standalone = text_of(r, p, value, "standalone", "");
   e->metadata = metadata_of(r, p, value);
+  e->wrt = texts_of(r, p, value, "wrt", false);
+  const json *names = list(r, p, value, "names", false);
+  if (texts_of(r, p, value, "names", false).count != e->wrt.count)
+    WRONG(r, p, "%" PRIu32 " names, for %" PRIu32 " gradients", names->count, e->wrt.count);
+  e->names = names->raw ? names->raw : "[]";
+  e->names_length = names->raw ? names->raw_length : 2;
+  e->single = truth(r, p, value, "single", false);
   const json *items = list(r, p, value, "state", true);
   e->state_count = items->count;
   e->state = TAKE(r->a, items->count + 1u, state_spec);

@@ -103,7 +103,8 @@ typedef struct {
 } state_spec;
 
 typedef struct {
-  const char *mode;
+  const char *mode, *out_tree; /* out_tree: JSON text, not terminated */
+  uint32_t out_tree_length;
   tensor_specs inputs, outputs, cotangents;
   uint32_t symbol_count, guard_count;
   symbol_spec *symbols;
@@ -157,6 +158,11 @@ typedef struct {
   state_spec *state;
   variant_spec *variants;
   step_spec *step_of;
+  /* of a grad entry: the targets and names of its gradients (the names as JSON text, not terminated); whether the gradient is returned by itself */
+  texts wrt;
+  const char *names;
+  uint32_t names_length;
+  bool single;
   const char *metadata;   /* JSON text, "{}" if there is none */
   const char *standalone; /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried */
 } entry_spec;

@@ -153,6 +153,10 @@ static void read_all(struct aotb_package *p, const char *public_key) {
   uint32_t crc = crc32_of(text, (size_t)found->size);
   if (crc != found->crc) arena_fail(&p->a, AOTB_FORMAT, "corrupt: its manifest's CRC is %08x, expected %08x", crc, found->crc);
   if (public_key) signature_check(&p->a, p->path, digest_of_file(p, found, text), public_key);
+  sha256 h;
+  sha256_begin(&h);
+  sha256_add(&h, text, (size_t)found->size);
+  sha256_end(&h, p->digest);
   manifest_read(&p->m, &p->z, text, (size_t)found->size);
   choose_target(p);
 }
@@ -237,6 +241,11 @@ const char *kind_name(entry_kind kind) {
 const char *aotb_entry_kind(const aotb_package *p, uint32_t number) {
   REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
   return number < p->m.entry_count ? kind_name(p->m.entries[number].kind) : NULL;
+}
+
+const char *aotb_digest(const aotb_package *p) {
+  REQUIRE_OR_NOTHING(p, "package", A_PACKAGE);
+  return p->digest;
 }
 
 const char *aotb_metadata(const aotb_package *p, const char *name) {

@@ -13,6 +13,7 @@ struct aotb_package {
   const backend *backend;
   bool unchecked; /* standalone also runs entries that were not compared on it */
   char *path;
+  char digest[65];     /* SHA-256 of the manifest */
   unsigned references; /* of the caller and of functions */
 };
 

@@ -5,9 +5,9 @@
     energy = abn.load("energy.pt2").grad()
     value, gradient = energy(positions)
 
-Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX). Results are NumPy arrays if NumPy is imported,
-else :class:`Tensor`, which has both protocols. ``tensor("bfloat16", (2, 3), data)`` makes one from row-major bytes. This module imports neither NumPy
-nor PyTorch.
+Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX); if NumPy is installed, also lists, numbers, and
+anything that ``numpy.asarray`` takes. Results are NumPy arrays if NumPy is imported, else :class:`Tensor`, which has both protocols.
+``tensor("bfloat16", (2, 3), data)`` makes one from row-major bytes. This module imports NumPy only for arguments that need it, and never PyTorch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from . import _extension
+from . import _copies, _extension
+from ._arrays import Door
 from ._extension import Tensor, tensor
+from ._structure import Reader, reader, spread
 from .errors import (
     OF_STATUS,
     AotBackwardError,
@@ -87,14 +89,18 @@ def load(
         >>> gradient.shape
         (4, 3)
     """
-    return Package(_extension.open(path, backend, public_key, unchecked), Path(path))
+    options = {"backend": backend, "public_key": None if public_key is None else str(Path(public_key).absolute()), "unchecked": unchecked}
+    return Package(_extension.open(path, backend, public_key, unchecked), Path(path).absolute(), options)
 
 
 class Package:
-    """An open package. Each function made from it has its own weights."""
+    """An open package. Each function made from it has its own weights.
 
-    def __init__(self, opened: Any, path: Path):
-        self._opened, self._path = opened, path
+    A copy is the same object, because an open package does not change. A pickle holds its path, its digest and the arguments of :func:`load`.
+    """
+
+    def __init__(self, opened: Any, path: Path, options: dict[str, Any]):
+        self._opened, self._path, self._options = opened, path, options
 
     @property
     def entries(self) -> dict[str, str]:
@@ -109,13 +115,15 @@ class Package:
     @property
     def path(self) -> Path:
         """The absolute path of the file."""
-        return self._path.absolute()
+        return self._path
 
-    def function(self, name: str | None = None) -> Function:
+    def function(self, name: str | None = None, *, cast: bool = False) -> Function:
         """Return a new function without gradients. Use one per thread.
 
         Args:
             name: The name of the entry; a sole one needs none.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
+                numbers, and real to complex numbers. Otherwise another dtype is an error.
 
         Returns:
             The function, with separate weights.
@@ -123,13 +131,16 @@ class Package:
         Raises:
             PackageError: There is no such entry, or there are several and ``name`` is None.
         """
-        return Function(*self._new("function", name))
+        return Function(self, self._name("function", name), cast=cast)
 
-    def grad(self, name: str | None = None) -> Grad:
+    def grad(self, name: str | None = None, *, cast: bool = False, scale: Mapping[str, float] | None = None) -> Grad:
         """Return a new gradient function. Use one per thread.
 
         Args:
             name: The name of the entry; a sole one needs none.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
+                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            scale: Factors of gradients by name. ``{"positions": -1.0}`` makes forces of the gradient of an energy.
 
         Returns:
             The function, with separate weights.
@@ -137,13 +148,16 @@ class Package:
         Raises:
             PackageError: There is no such entry, or there are several and ``name`` is None.
         """
-        return Grad(*self._new("grad", name))
+        return Grad(self, self._name("grad", name), cast=cast, scale=scale)
 
-    def module(self, name: str | None = None) -> Module:
+    def module(self, name: str | None = None, *, cast: bool = False, scale: Mapping[str, float] | None = None) -> Module:
         """Return a new module. Use one per thread.
 
         Args:
             name: The name of the entry; a sole one needs none.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
+                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            scale: Factors of gradients by name. ``{"positions": -1.0}`` makes forces of the gradient of an energy.
 
         Returns:
             The module, with separate weights.
@@ -151,13 +165,15 @@ class Package:
         Raises:
             PackageError: There is no such entry, or there are several and ``name`` is None.
         """
-        return Module(*self._new("module", name))
+        return Module(self, self._name("module", name), cast=cast, scale=scale)
 
-    def step(self, name: str | None = None) -> Step:
+    def step(self, name: str | None = None, *, cast: bool = False) -> Step:
         """Return a new training step. Use one per thread.
 
         Args:
             name: The name of the entry; a sole one needs none.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
+                numbers, and real to complex numbers. Otherwise another dtype is an error.
 
         Returns:
             The step, with separate weights.
@@ -165,7 +181,7 @@ class Package:
         Raises:
             PackageError: There is no such entry, or there are several and ``name`` is None.
         """
-        return Step(*self._new("step", name))
+        return Step(self, self._name("step", name), cast=cast)
 
     def seed(self, seed: int) -> None:
         """Seed the random numbers of the process (dropout) like ``torch.manual_seed``.
@@ -183,7 +199,16 @@ class Package:
         """
         self._opened.threads(count)
 
-    def _new(self, kind: str, name: str | None) -> tuple[Package, str]:
+    def __copy__(self) -> Package:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Package:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _copies.reopened, (str(self._path), self._opened.digest(), self._options)
+
+    def _name(self, kind: str, name: str | None) -> str:
         entries = self.entries
         names = [n for n, k in entries.items() if k == kind]
         if name is None and len(names) == 1:
@@ -193,15 +218,31 @@ class Package:
             has = ", ".join(f"{k} {n!r}" for n, k in entries.items()) or "none that can be called without PyTorch"
             ways = " or ".join(f"load(path).{k}({n!r})" for n, k in entries.items() if n in (name, *names) or not names)
             raise PackageError(f"{self._path}: expected {wanted}, got {has}. {f'Call {ways}.' if ways else 'Export one.'}")
-        return self, name
+        return name
 
 
 class _Entry:
-    def __init__(self, package: Package, name: str):
+    """``cast`` and ``scale``: see :meth:`Package.grad`."""
+
+    def __init__(self, package: Package, name: str, cast: bool = False, scale: Mapping[str, float] | None = None):
         self.name, self._package = name, package
         self._function = function = package._opened.function(name)
-        self._names = [d[0] for d in function.describe(0, _INPUTS)]
+        self._made: dict[str, Any] = {"cast": bool(cast)}
+        self._training: bool | None = None
+        self._results: dict[int, tuple[dict[str, Any], Reader]] = {}
         self._gradients = dict[int, list[str]]()
+        self._variants = function.variants
+        parts = {part: [[d[:2] for d in function.describe(v, part)] for v in range(self._variants)] for part in (_INPUTS, _INCOMING)}
+        self._names = [n for n, _ in parts[_INPUTS][0]]
+        self._door = Door(parts)
+        function.door(self._door)
+        if cast:
+            self._door.cast = True
+            function.convert(True)
+        if scale:
+            self._made["scale"] = {gradient: float(factor) for gradient, factor in scale.items()}
+            for gradient, factor in self._made["scale"].items():
+                function.scale(gradient, factor)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -213,7 +254,7 @@ class _Entry:
         """Name, dtype and shape of each argument of the first variant; a dynamic size is a string such as "s0"."""
         return [d[:3] for d in self._function.describe(0, _INPUTS)]
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         """Select the variants of training mode.
 
         Args:
@@ -223,13 +264,14 @@ class _Entry:
             The function itself.
         """
         self._function.train(mode)
+        self._training = bool(mode)
         return self
 
-    def eval(self) -> Any:
+    def eval(self) -> Self:
         """Call ``train(False)``, and return the function itself."""
         return self.train(False)
 
-    def use_variant(self, number: int | None) -> Any:
+    def use_variant(self, number: int | None) -> Self:
         """Run only one variant, such as one exported for fewer gradients.
 
         Args:
@@ -238,8 +280,24 @@ class _Entry:
         Returns:
             The function itself.
         """
-        self._function.use_variant(-1 if number is None else number)
+        only = -1 if number is None else number
+        self._function.use_variant(only)
+        self._door.only = only
         return self
+
+    def __copy__(self) -> Self:
+        _copies.refuse_shallow_copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        _, arguments = self.__reduce__()
+        return _copies.restored(*arguments)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        options = {"made": self._made, "training": self._training, "variant": None if self._door.only < 0 else self._door.only}
+        return _copies.restored, (type(self), self._package, self.name, options, self._changed())
+
+    def _changed(self) -> _copies.State:
+        return _copies.changed(self._function, self._package._opened.function(self.name))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         if not kwargs:
@@ -251,9 +309,33 @@ class _Entry:
             raise InputError(f"entry {self.name}: argument {missing[0]!r} is missing; its arguments: {self._names}")
         return (*args, *(kwargs[n] for n in rest))
 
-    def _gradient_names(self) -> list[str]:
-        """Return the gradient names of the variant that the last call ran."""
-        number = self._function.served
+    def _structure(self, number: int) -> tuple[dict[str, Any], Reader]:
+        """Return the structure of the results of a variant, and its reader."""
+        if number not in self._results:
+            tree = json.loads(self._function.structure(number))
+            count = len(self._function.describe(number, _OUTPUTS))
+            if isinstance(self, Grad):
+                count += len(self._function.describe(number, _GRADIENTS))
+            self._results[number] = tree, reader(tree, count)
+        return self._results[number]
+
+    def _called(self, call: Callable[..., list[Any]], args: tuple[Any, ...], out: Any) -> Any:
+        """Return the results of a call in the caller's structure. ``out``: arrays that receive results, in that structure, or None."""
+        function = self._function
+        results = [_shown(t) for t in (call(*args) if out is None else call(*args, out=self._receivers(out)))]
+        return self._structure(function.served)[1](results, function.size)
+
+    def _receivers(self, out: Any) -> tuple[Any, ...]:
+        only = self._door.only
+        trees = [self._structure(number)[0] for number in (range(self._variants) if only < 0 else [only])]
+        if any(tree != trees[0] for tree in trees):
+            raise InputError(f"entry {self.name}: out: the variants return different structures. Select one by use_variant(number).")
+        found = dict[int, Any]()
+        spread(trees[0], out, found, "out")
+        return tuple(found.get(number) for number in range(1 + max(found, default=-1)))
+
+    def _gradient_names(self, number: int) -> list[str]:
+        """Return the gradient names of a variant."""
         if number not in self._gradients:
             self._gradients[number] = [d[0] for d in self._function.describe(number, _GRADIENTS)]
         return self._gradients[number]
@@ -270,24 +352,24 @@ class Grad(_Entry):
         >>> value, gradient = energy(numpy.zeros((4, 3), "float32"))
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Return the outputs and the gradients.
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
+                any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The pair of outputs (a tuple if several) and gradients (a dict by name if several). A gradient is None if eager's is.
+            The pair of outputs, in the structure of the exported function's result, and gradients: one array if ``wrt`` was one name, else a dict by
+                name. A gradient is None if eager's is.
 
         Raises:
             InputError: An argument does not fit. No code was run.
             ExecutionError: Native code failed although its arguments were valid.
         """
-        results = list(map(_shown, self._function.run(*self._arguments(args, kwargs))))
-        names = self._gradient_names()
-        outputs, gradients = results[: -len(names)], results[-len(names) :]
-        return _single(outputs), gradients[0] if len(names) == 1 else dict(zip(names, gradients, strict=True))
+        return self._called(self._function.run, self._arguments(args, kwargs), out)  # type: ignore[no-any-return]
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -304,21 +386,23 @@ class Function(_Entry):
         (4, 4)
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Return the outputs.
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
+                any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The output; a tuple if several.
+            The outputs, in the structure of the exported function's result.
 
         Raises:
             InputError: An argument does not fit. No code was run.
             ExecutionError: Native code failed although its arguments were valid.
         """
-        return _single(list(map(_shown, self._function.run(*self._arguments(args, kwargs)))))
+        return self._called(self._function.run, self._arguments(args, kwargs), out)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -335,44 +419,53 @@ class Module(_Entry):
         >>> gradients = model.backward(numpy.ones_like(output))
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    _forwarded = 0  # the variant of the last forward
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Return the outputs, computed without gradients.
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
+                any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The output; a tuple if several.
+            The outputs, in the structure of the exported module's result.
 
         Raises:
             InputError: An argument does not fit. No code was run.
             ExecutionError: Native code failed although its arguments were valid.
         """
-        return _single(list(map(_shown, self._function.run(*self._arguments(args, kwargs)))))
+        return self._called(self._function.run, self._arguments(args, kwargs), out)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         """Return the outputs and save tensors for :meth:`backward`. Do not change the inputs in between.
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
+                any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The output; a tuple if several.
+            The outputs, in the structure of the exported module's result.
 
         Raises:
             InputError: An argument does not fit. No code was run.
             ExecutionError: Native code failed although its arguments were valid.
         """
         self._kept = self._arguments(args, kwargs)
-        return _single(list(map(_shown, self._function.forward(*self._kept))))
+        result = self._called(self._function.forward, self._kept, out)
+        self._forwarded = self._function.served
+        return result
 
-    def backward(self, *incoming: Any) -> dict[str, Any]:
+    def backward(self, *incoming: Any, out: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the gradients of the last :meth:`forward`.
 
         Args:
             *incoming: One gradient per differentiable output, with its shape and dtype; None for no gradient.
+            out: Arrays that receive gradients, by name.
 
         Returns:
             The gradients by the names of the differentiated tensors.
@@ -380,8 +473,14 @@ class Module(_Entry):
         Raises:
             InputError: An incoming gradient does not fit, or no forward awaits its backward.
         """
-        names = self._gradient_names()
-        return dict(zip(names, map(_shown, self._function.backward(*incoming)), strict=True))
+        names = self._gradient_names(self._forwarded)
+        receivers = None if out is None else tuple(self._receiver(out, names).get(n) for n in names)
+        return dict(zip(names, map(_shown, self._function.backward(*incoming, out=receivers)), strict=True))
+
+    def _receiver(self, out: Any, names: list[str]) -> Mapping[str, Any]:
+        if not isinstance(out, Mapping) or not out.keys() <= {*names}:
+            raise InputError(f"out: expected a dict with keys of {names}, got {list(out) if isinstance(out, Mapping) else type(out).__name__}.")
+        return out
 
     @property
     def state(self) -> dict[str, Any]:
@@ -398,23 +497,28 @@ class Step(_Entry):
         >>> step.param_groups[0]["lr"] = 1e-4
     """
 
-    def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, update: bool = True, out: Any = None, **kwargs: Any) -> Any:
         """Make one update, or accumulate gradients.
 
         Args:
             *args: The arguments of the exported step, as CPU arrays.
             update: Whether to update; False only accumulates gradients.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
+                any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The outputs; a tuple if several. The first is the loss.
+            The loss; or all results of the exported module, in their structure, the loss first.
 
         Raises:
             InputError: An argument does not fit. No code was run.
             ExecutionError: Native code failed although its arguments were valid.
         """
-        inputs = self._arguments(args, kwargs)
-        return _single(list(map(_shown, (self._function.run if update else self._function.accumulate)(*inputs))))
+        call = self._function.run if update else self._function.accumulate
+        return self._called(call, self._arguments(args, kwargs), out)
+
+    def _changed(self) -> _copies.State:
+        return _copies.saved(self)
 
     def step(self) -> None:
         """Make one update with the accumulated gradients."""
@@ -540,8 +644,4 @@ def cmake_dir() -> str:
 
 def _shown(tensor: Any) -> Any:
     numpy = sys.modules.get("numpy")
-    return numpy.asarray(tensor) if numpy is not None and tensor is not None and tensor.dtype != "bfloat16" else tensor
-
-
-def _single(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else tuple(values)
+    return numpy.asarray(tensor) if numpy is not None and type(tensor) is Tensor and tensor.dtype != "bfloat16" else tensor
