@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import aot_backward_native as abn
 import numpy as np
 import pytest
 import torch
-from aot_backward_native._forcefield import KJ_PER_MOL, LENGTHS
+from aot_backward_native._forcefield import KJ_PER_MOL, LENGTHS, ForceField
 from aot_backward_native.ase import Calculator
 from ase import Atoms, units
 from ase.calculators.calculator import PropertyNotImplementedError
@@ -67,20 +68,21 @@ def test_energy_forces_and_stress_equal_eager(atoms: Atoms) -> None:
             atoms.get_stress()
 
 
-def test_numerical_differences_agree() -> None:
+def test_numerical_differences_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     calculator = Calculator(package(), entry="double")
     assert max(calculator.check(triclinic()).values()) < 1e-6
     cluster = STRUCTURES["cluster"]
     assert calculator.check(cluster).keys() == {"forces"} and cluster.calc is None
-    calculator.members[0]._length *= 1.1  # a wrong unit: the check can fail
-    assert calculator.check(triclinic())["stress"] > 1e-3
+    computed = ForceField.__call__
+    monkeypatch.setattr(ForceField, "__call__", lambda *args: dataclasses.replace(computed(*args), forces=0 * args[1], virial=np.eye(3)))
+    assert min(calculator.check(triclinic()).values()) > 1e-3  # the check can fail
 
 
 def run(atoms: Atoms, steps: int, skin: float) -> list[float]:
     """Return the total energies of a trajectory without a thermostat."""
     atoms.calc = Calculator(package(), entry="double", skin=skin)
     atoms.set_momenta(np.random.default_rng(0).standard_normal((len(atoms), 3)))
-    dynamics, energies = VelocityVerlet(atoms, 0.2 * units.fs), list[float]()
+    dynamics, energies = VelocityVerlet(atoms, 0.1 * units.fs), list[float]()
     for _ in range(steps):
         dynamics.run(1)
         energies.append(atoms.get_total_energy())
@@ -92,7 +94,7 @@ def test_energy_is_conserved_and_the_skin_changes_nothing() -> None:
     start = kept.positions.copy()
     energies = run(kept, 200, skin=0.3)
     assert np.abs(kept.positions - start).max() > 0.3  # the list became invalid
-    assert np.ptp(energies) / len(kept) < 1e-4 * kept.get_kinetic_energy() / len(kept) + 1e-5
+    assert kept.get_kinetic_energy() / len(kept) > 0.3 and np.ptp(energies) / len(kept) < 1e-4
     run(searched, 200, skin=0.0)
     np.testing.assert_allclose(kept.positions, searched.positions, rtol=0, atol=1e-9)
 

@@ -58,6 +58,7 @@ class _Matrix:
 
     shape: tuple[int, ...]
     columns: int
+    dtype: str
 
     @property
     def size(self) -> int:
@@ -82,8 +83,8 @@ class _Derivatives:
     """The functions for CasADi of a package: value, Jacobian, vector times Jacobian, and the Jacobian of that."""
 
     def __init__(self, package: abn.Package, points: int):
-        self._functions: dict[str, Any] = {"value": package.function("value", cast=True)}
-        self._functions |= {k: package.function(k, cast=True) for k in ("jacobian", "vjp", "hessian") if k in package.entries}
+        self._functions: dict[str, Any] = {"value": package.function("value")}
+        self._functions |= {k: package.function(k) for k in ("jacobian", "vjp", "hessian") if k in package.entries}
         value = self._functions["value"]
         facts, place = value.metadata, f"{package.path}: entry 'value'"
         if facts.get("derivative") != "value":
@@ -91,12 +92,14 @@ class _Derivatives:
         if points < 1 or (points > 1 and not facts["batched"]):
             raise InputError(f"points: expected {'at least 1' if facts['batched'] else '1, as it was exported'}, got {points}. Change it.")
         self._names: list[str] = facts["arguments"]
-        sizes = [(name in facts["batched"], tuple(shape)) for name, _, shape in value.inputs]
-        self._args = [_Matrix((points, *map(int, s[1:])), points) if batched else _Matrix(tuple(map(int, s)), 1) for batched, s in sizes]
-        result = value(*(np.zeros(a.shape) for a in self._args))
+        self._args = []
+        for name, dtype, shape in value.inputs:
+            batched = name in facts["batched"]
+            self._args.append(_Matrix((points, *map(int, shape[1:])) if batched else tuple(map(int, shape)), points if batched else 1, dtype))
+        result = value(*(np.zeros(a.shape, a.dtype) for a in self._args))
         if not isinstance(result, np.ndarray):
             raise InputError(f"{place}: expected one tensor as result, got a {type(result).__name__}. Concatenate the results into one.")
-        self._result = _Matrix(result.shape, points)
+        self._result = _Matrix(result.shape, points, result.dtype.name)
 
         self._ins, self._out = [a.sparsity for a in self._args], self._result.sparsity
         self._first = [self._result.by(a) for a in self._args]  # the blocks of the Jacobian
@@ -135,8 +138,8 @@ class _Derivatives:
         return MatrixFunction(name, [*self._ins, self._out, self._out, *self._ins], self._second, run)
 
     def _call(self, kind: str, args: list[np.ndarray]) -> Any:
-        shapes = [*(a.shape for a in self._args), self._result.shape]
-        return self._functions[kind](*(v.reshape(s) for v, s in zip(args, shapes, strict=False)))
+        matrices = zip(args, [*self._args, self._result], strict=False)
+        return self._functions[kind](*(v.reshape(m.shape).astype(m.dtype, copy=False) for v, m in matrices))
 
     def _blocks(self, values: np.ndarray | None, a: _Matrix, b: _Matrix) -> Any:
         """Return the nonzeros in CasADi's order: by point, column and row. NaN for an argument that the entry is not differentiated by."""
