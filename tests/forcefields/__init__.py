@@ -1,0 +1,1 @@
+"""Force fields: examples/forcefields, compared with eager PyTorch."""
