@@ -71,12 +71,18 @@ _UNROLLED = (
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
     lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
-    message = str(error) if isinstance(error, Narrowed) else " ".join(lines) or str(error)  # each line of torch's message once
+    message = str(error) if isinstance(error, Narrowed) else _plain(" ".join(lines) or str(error))  # each line of torch's message once
     recurrent = [n or "the module itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
         f"the program does not allow the sizes declared in dynamic_shapes: {message}"
         f"{(recurrent and f'. If the length of a recurrent layer ({recurrent[0]}) is among them: {_UNROLLED}') or ''}"
     )
+
+
+def _plain(message: str) -> str:
+    """Return torch's message without its advice on ``mark_dynamic``, which no caller of ours uses."""
+    fixed = r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)\.( If you're using mark_dynamic[^.]*\.)?"
+    return re.sub(fixed, r"\1 is declared to be dynamic, and the program is valid only for \2. Export a variant for each size.", message)
 
 
 _WRITES = ("functional graph", "fake buffer", "non-functional tensor")

@@ -78,6 +78,8 @@ def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(owner, nn.Module):
         out["self"] = owner
     code = inspect.unwrap(function)
+    if isinstance(code, nn.Module):  # torch.vmap(net)
+        out["module"] = code
     if inspect.isfunction(code) or inspect.ismethod(code):
         variables = inspect.getclosurevars(code)
         loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars also reports attributes as globals

@@ -78,8 +78,8 @@ def refused(env: Any, declared: Sequence[Declared], places: Places, error: Excep
         origin = places.get(guard, GuardOrigin())
         if origin.transformed and expression_of(dim.value).is_Integer:
             advice = (
-                "a rule of torch.func reads it as a number: sum over the batch inside torch.func.jacrev or jvp instead of using vmap, or export a "
-                "variant for each size"
+                "a rule of torch.func reads it as a number: call aot_backward.derivatives, or sum over the batch inside torch.func.jacrev instead of "
+                "using vmap, or export a variant for each size"
             )
         where = "".join(f", {part}" for part in (origin.where, origin.operator) if part)
         reasons.append(f"{dim.label} is {_range(dim)}, and the program{where and f'{where},'} is valid {text}: {advice}")
@@ -103,7 +103,8 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
     """Return the guard, its text, a remedy, and the minimum that satisfies the guard if a minimum is enough."""
     value = expression_of(one.value)
     if value.is_Integer:
-        guard = next((g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)), None)
+        equalities = [g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)]
+        guard = next((e for e in equalities if any(part.is_Integer for part in e.args)), (equalities or [None])[0])
         advice = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
         return guard, f"only for {value} (guard: {one.place} == {value})", advice, None
     names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)

@@ -1,13 +1,16 @@
 """Replacements for operators with C++ code that reads sizes as numbers, which fixes a dynamic size; these keep it symbolic.
 
 The second derivative of ``sgn`` (and so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that stand for zeros, without
-memory; the sum or product of one with another tensor asks for the sizes of both.
+memory; operators on one ask for its sizes. The rules of ``torch.func.vmap`` for ``cat`` and for the gradients of slices ask for the number of mapped
+items.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +25,19 @@ aten = torch.ops.aten
 @contextlib.contextmanager
 def carried() -> Iterator[None]:
     """Run the replacements below in a trace. Outside a trace the Python dispatcher is off, and they are not called."""
-    zero, autograd = torch_api.DispatchKey.ZeroTensor, torch_api.DispatchKey.Autograd
+    zero, autograd, batched = torch_api.DispatchKey.ZeroTensor, torch_api.DispatchKey.Autograd, torch_api.DispatchKey.FuncTorchBatched
     kernels: dict[tuple[Any, Any], Callable[..., Any]] = {
         (aten.add.Tensor, zero): _sum,
         (aten.sub.Tensor, zero): _difference,
         (aten.mul.Tensor, zero): _zeros,
         (aten.linalg_cross.default, zero): _zeros,
+        (aten.view.default, zero): _viewed,
         (aten.sgn.default, autograd): _sign,
+        (aten.cat.default, batched): _joined,
+        (aten.slice_backward.default, batched): functools.partial(_placed, aten.slice_backward.default),
+        (aten.select_backward.default, batched): functools.partial(_placed, aten.select_backward.default),
     }
+    kernels |= {(operator, zero): functools.partial(_with_memory, operator) for operator in _ACTIVATIONS}
     with exclusive(), contextlib.ExitStack() as stack:
         for (operator, key), kernel in kernels.items():
             if key not in operator.py_kernels:
@@ -40,15 +48,41 @@ def carried() -> Iterator[None]:
         yield
 
 
+_ACTIVATIONS = tuple(
+    getattr(aten, f"{name}_backward").default
+    for name in ("elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "mish", "sigmoid", "silu", "softplus", "tanh")
+)
+
+
+def _with_memory(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``operator`` on plain zeros."""
+    plain = (torch.zeros([], dtype=v.dtype, device=v.device).expand(v.shape) if _is_zeros(v) else v for v in args)
+    return operator(*plain, **kwargs)
+
+
+def _is_zeros(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_zerotensor(value)
+
+
 def _zeros(x: Any, y: Any, **_: Any) -> Any:
-    return aten._efficientzerotensor(torch.broadcast_shapes(x.shape, y.shape), dtype=torch.result_type(x, y), device=x.device)
+    return aten._efficientzerotensor(torch.broadcast_shapes(x.shape, y.shape), dtype=_common_dtype(x, y), device=x.device)
+
+
+def _viewed(x: Any, sizes: Sequence[Any]) -> Any:
+    known = math.prod(n for n in sizes if not (isinstance(n, int) and n == -1))
+    shape = [x.numel() // known if isinstance(n, int) and n == -1 else n for n in sizes]
+    return aten._efficientzerotensor(shape, dtype=x.dtype, device=x.device)
 
 
 def _sum(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     if is_zerotensor(x) and is_zerotensor(y):
         return _zeros(x, y)
     addend = x if is_zerotensor(y) else y * alpha
-    return addend.expand(torch.broadcast_shapes(x.shape, y.shape)).to(torch.result_type(x, y)).clone()
+    return addend.expand(torch.broadcast_shapes(x.shape, y.shape)).to(_common_dtype(x, y)).clone()
+
+
+def _common_dtype(x: Any, y: Any) -> torch.dtype:
+    return x.dtype if x.dtype is y.dtype else torch.result_type(x, y)  # the latter asks for sizes as numbers
 
 
 def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
@@ -67,3 +101,28 @@ def _sign(x: Any) -> Any:
     finally:
         operator.py_kernels[key] = _sign
         torch_api.clear_kernel_cache(operator)
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Concatenate tensors inside ``vmap``: put the mapped dimension of each first, and expand those that lack it."""
+    rank, level = max(t.dim() for t in tensors), torch_api.current_level()
+    pairs = [torch_api._unwrap_batched(t, level) for t in tensors if t.dim() == rank]  # an empty 1-d tensor fits any others
+    count = next((t.shape[d] for t, d in pairs if d is not None), None)
+    with torch_api._ExcludeDispatchKeyGuard(torch_api.DispatchKeySet(torch_api.DispatchKey.FuncTorchBatched)):
+        if count is None:  # an outer vmap maps them
+            return torch.cat([t for t, _ in pairs], dim)
+        values = [t.expand(count, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs]
+        joined = torch.cat(values, dim % rank + 1)
+    return torch_api._add_batch_dim(joined, 0, level)
+
+
+def _placed(operator: Any, gradient: torch.Tensor, sizes: Sequence[Any], dim: int, *place: Any) -> torch.Tensor:
+    """Run ``operator``, the gradient of a slice or a selection, inside ``vmap``: put the mapped dimension first."""
+    level = torch_api.current_level()
+    value, mapped = torch_api._unwrap_batched(gradient, level)
+    with torch_api._ExcludeDispatchKeyGuard(torch_api.DispatchKeySet(torch_api.DispatchKey.FuncTorchBatched)):
+        if mapped is None:  # an outer vmap maps it
+            return operator(value, sizes, dim, *place)
+        value = value.movedim(mapped, 0)
+        placed = operator(value, [value.shape[0], *sizes], dim % len(sizes) + 1, *place)
+    return torch_api._add_batch_dim(placed, 0, level)

@@ -81,7 +81,17 @@ def _origin(program: nn.Module, outermost: CodeType) -> GuardOrigin:
     where, operator = source_location.described(reversed(frames), program), _operator(frames)
     backward_node = torch_api.backward_that_runs()
     name, number = backward_node or ("", -1)
-    return GuardOrigin(where, operator or name, any(f.f_code.co_filename.endswith(_TRANSFORMS) for f, _ in frames), number)
+    return GuardOrigin(where, operator or name, _in_transform(outermost), number)
+
+
+def _in_transform(outermost: CodeType) -> bool:
+    """Return whether a transform of ``torch.func`` is on the stack, also as the caller of a backward."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_filename.endswith(_TRANSFORMS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _operator(frames: list[tuple[FrameType, int]]) -> str:
