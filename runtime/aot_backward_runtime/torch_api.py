@@ -90,6 +90,7 @@ __all__ = [
     "is_batched",
     "is_cache_empty",
     "is_functorch_wrapped",
+    "is_mapped",
     "is_profiled",
     "is_registered",
     "is_traced",
@@ -98,6 +99,7 @@ __all__ = [
     "is_zerotensor",
     "keeps_graph",
     "make_subclass",
+    "mapped",
     "matmul_precision",
     "opaque_to_dynamo",
     "post_accumulate_grad_hooks",
@@ -110,6 +112,7 @@ __all__ = [
     "share_functional",
     "stated",
     "takes_boxed_gradients",
+    "unmapped",
     "wrapped_cell",
 ]
 
@@ -128,6 +131,33 @@ def set_execution_engine(engine: Any) -> None:
 def in_functorch() -> bool:
     """Return whether a ``vmap`` or another functorch transform is active in this thread."""
     return _functorch.peek_interpreter_stack() is not None
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return whether the innermost ``vmap`` maps ``tensor``, or it is a batch of gradients (``is_grads_batched=True``)."""
+    return is_batched(tensor) or (_functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == _functorch.current_level())
+
+
+def unmapped(tensor: Tensor) -> Tensor:
+    """Return the values of a mapped tensor, with the mapped dimension first."""
+    if is_batched(tensor):
+        return torch._remove_batch_dim(tensor, _batch_level(), 1, 0)
+    values, dim = _functorch._unwrap_batched(tensor, _functorch.current_level())
+    return values.movedim(dim or 0, 0)
+
+
+def mapped(values: Tensor, like: Tensor) -> Tensor:
+    """Return ``values`` as a tensor that is mapped like another one, by the first dimension."""
+    if is_batched(like):
+        return torch._add_batch_dim(values, 0, _batch_level())
+    return _functorch._add_batch_dim(values, 0, _functorch.current_level())
+
+
+def _batch_level() -> int:
+    """Return the level of the innermost ``vmap`` of ``is_grads_batched=True``, which can only be read by entering another one."""
+    level: int = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    return level
 
 
 def in_forward_mode() -> bool:

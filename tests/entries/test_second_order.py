@@ -172,6 +172,22 @@ def test_convolutions_and_batch_statistics(package: Path) -> None:
     beside(package, "image", convolutions, double)
 
 
+def test_batched_gradients(package: Path) -> None:
+    """Rows of a Hessian at once, and their derivative; without ``order=2`` the derivative is refused."""
+
+    def rows(module: nn.Module) -> dict[str, Any]:
+        x, scales = torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+        (first,) = torch.autograd.grad(module(x), x, scales, is_grads_batched=True, create_graph=True)
+        first.sin().sum().backward()
+        (plain,) = torch.autograd.grad(module(x), x, create_graph=True)
+        (hessian,) = torch.autograd.grad(plain, x, torch.eye(12).reshape(12, 4, 3), is_grads_batched=True)
+        return {"first": first, "grad of x": x.grad, "grad of scales": scales.grad, "hessian": hessian}
+
+    beside(package, "energy", Energy, rows)
+    with pytest.raises(GradientError, match="export the module with order=2"):
+        rows(load(package).module("once"))
+
+
 def test_some_outputs_and_some_parameters(package: Path) -> None:
     """Only one output gets an incoming gradient, and frozen parameters get none. Parameters that only the other output reaches get zeros, not eager's
     None."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward_runtime import InputError, load
+from aot_backward_runtime import load
 
 from ..support.exports import shared
 from ..support.packages import python
@@ -157,21 +157,24 @@ def test_a_kind_that_native_code_cannot_read_is_refused_by_name(script: str) -> 
     assert nested and all("nested" in line.partition("|")[2] for line in nested)
 
 
-def test_batched_gradients_say_to_loop() -> None:
-    """``is_grads_batched=True``, also through ``jacobian(vectorize=True)``: one native call takes one gradient."""
-    net = load(counting_package()).module("net")
-    x = torch.randn(4, 4, requires_grad=True)
+def test_batched_gradients() -> None:
+    """``is_grads_batched=True``, also through ``jacobian(vectorize=True)``, and ``vmap`` over ``torch.autograd.grad``, with and without the graph."""
+    net, eager = load(counting_package()).module("net"), counts()
+    x, vectors = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, 4)
+
+    def ways(module: torch.nn.Module) -> list[torch.Tensor]:
+        module.get_buffer("seen").zero_()
+        wanted = [x, *module.parameters()]
+        out = [*torch.autograd.grad(module(x), wanted, vectors, is_grads_batched=True)]
+        y = module(x)
+        out += torch.func.vmap(lambda v: torch.autograd.grad(y, wanted, v, retain_graph=True))(vectors)
+        out += torch.autograd.grad(y, wanted, vectors, is_grads_batched=True, retain_graph=True)
+        out += torch.autograd.grad(y, wanted, vectors[0])
+        return [*out, torch.autograd.functional.jacobian(module, x.detach(), vectorize=True)]
+
+    eager.load_state_dict(net.state_dict())
     for _ in range(2):
-        with pytest.raises(InputError, match=r"the gradient of output\[0\] is a batch of gradients \(is_grads_batched.* loop over them"):
-            torch.autograd.grad(net(x), x, torch.randn(3, 4, 4), is_grads_batched=True)
-        with pytest.raises(InputError, match=r"loop over them .*vectorize=False"):
-            torch.autograd.functional.jacobian(net, x.detach(), vectorize=True)
-        net.seen.zero_()
-        one_by_one = torch.autograd.functional.jacobian(net, x.detach())
-        net.seen.zero_()
-        eager = counts()
-        eager.load_state_dict(net.state_dict())
-        torch.testing.assert_close(one_by_one, torch.autograd.functional.jacobian(eager, x.detach()))
+        torch.testing.assert_close(ways(net), ways(eager))
 
 
 ZEROS = """

@@ -97,8 +97,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
-        derivative = call.differentiated
-        grad_outputs = [incoming[i] for i in derivative.variant.incoming]
+        grad_outputs = [incoming[i] for i in call.differentiated.variant.incoming]
         saved = ctx.saved_tensors
         if call.consumed:
             raise GradientError("an earlier backward of this graph failed, and may have overwritten its saved tensors: run the forward again")
@@ -108,31 +107,67 @@ class _Native(torch.autograd.Function):
                     "the memory of an input was replaced (.data = …) between forward and backward; pass a copy to the forward instead"
                 )
         needs_grad = ctx.needs_input_grad[1:]
-        if not torch.is_grad_enabled():
-            return (None, *_gradients(call, saved, grad_outputs, needs_grad))
-        if derivative.double is not None:
-            return (None, *_differentiable_gradients(call, saved[len(saved) - len(call.sources) :], grad_outputs, needs_grad))
-        with torch.no_grad():
-            gradients = _gradients(call, saved, grad_outputs, needs_grad)
-        defined_grads = [g for g in gradients if g is not None]
-        guarded_grads = iter(_Refusing.apply(defined_grads, *call.sources, *(t for t in grad_outputs if t is not None)))
-        return (None, *(None if g is None else next(guarded_grads) for g in gradients))
+        for gradient in grad_outputs:
+            if gradient is not None and torch_api.is_mapped(gradient):
+                return (None, *_one_by_one(call, saved, grad_outputs, needs_grad, gradient))
+        return (None, *_pulled_back(call, saved, grad_outputs, needs_grad))
+
+
+def _one_by_one(
+    call: DifferentiableCall,
+    saved: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor | None],
+    needs_grad: Sequence[bool],
+    like: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Run the backward for each gradient of a batch (``is_grads_batched=True``, ``vmap`` over ``torch.autograd.grad``). ``like``: a mapped one."""
+    batches = {i: torch_api.unmapped(g) for i, g in enumerate(grad_outputs) if g is not None and torch_api.is_mapped(g)}
+    count = len(next(iter(batches.values())))
+    runs = []
+    for n in range(count):
+        row = [batches[i][n] if i in batches else g for i, g in enumerate(grad_outputs)]
+        gradients = _pulled_back(call, saved, row, needs_grad, last=n == count - 1)
+        if call.differentiated.forward.pools_outputs:  # the next run overwrites them
+            gradients = [None if g is None else g.clone() for g in gradients]
+        runs.append(gradients)
+    return [None if rows[0] is None else torch_api.mapped(torch.stack(rows), like) for rows in zip(*runs, strict=True)]
+
+
+def _pulled_back(
+    call: DifferentiableCall,
+    saved: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor | None],
+    needs_grad: Sequence[bool],
+    last: bool = True,
+) -> Sequence[torch.Tensor | None]:
+    """Return the gradients, differentiable in their turn if autograd records. ``last``: whether no other run needs the saved tensors."""
+    derivative = call.differentiated
+    if not torch.is_grad_enabled():
+        return _gradients(call, saved, grad_outputs, needs_grad, last)
+    if derivative.double is not None:
+        return _differentiable_gradients(call, saved[len(saved) - len(call.sources) :], grad_outputs, needs_grad)
+    with torch.no_grad():
+        gradients = _gradients(call, saved, grad_outputs, needs_grad, last)
+    defined_grads = [g for g in gradients if g is not None]
+    guarded_grads = iter(_Refusing.apply(defined_grads, *call.sources, *(t for t in grad_outputs if t is not None)))
+    return [None if g is None else next(guarded_grads) for g in gradients]
 
 
 def _gradients(
-    call: DifferentiableCall, saved: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool]
+    call: DifferentiableCall, saved: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool], last: bool
 ) -> list[torch.Tensor | None]:
-    """Return the compiled backward's gradients, if ``needs_grad``. ``grad_outputs``: the incoming gradients."""
+    """Return the compiled backward's gradients, if ``needs_grad``. ``grad_outputs``: the incoming gradients. ``last``: as for
+    :func:`_pulled_back`."""
     derivative, matched = call.differentiated, call.matched
     cotangents = derivative.variant.fit_cotangents(grad_outputs, matched.sizes)
     places = derivative.places if cotangents is grad_outputs else derivative.reached(grad_outputs)
     if derivative.backward.consumes:
-        if call.shared or torch_api.keeps_graph():
+        if call.shared or not last or torch_api.keeps_graph():
             saved = derivative.backward.unconsumed(saved)
         else:
             call.consumed = True
     if derivative.forward.pools_outputs:
-        results = _pooled_backward(call, saved, cotangents)
+        results = _pooled_backward(call, saved, cotangents, last)
     else:
         results = derivative.backward.call(call.binding, matched.flat, matched.sizes, saved, cotangents)
     return [None if place is None or not need else results[place] for place, need in zip(places, needs_grad, strict=True)]
@@ -148,7 +183,7 @@ def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[to
     return outside(call, *sources)
 
 
-def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], last: bool) -> list[torch.Tensor]:
     """Run the backward of a forward whose library pools outputs. If it did, read inputs from the forward's static inputs: they still have the same
     values, as autograd has checked."""
     inputs, sizes, pooled, derivative = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
@@ -157,7 +192,7 @@ def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], co
     inputs = [pooled.input(i, t) for i, t in enumerate(inputs)]
     static_saved = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(derivative.forward.saved, saved, strict=False)]
     results = derivative.backward.call_backward(call.binding, inputs, sizes, static_saved, cotangents, pooled)
-    if not torch_api.keeps_graph():
+    if last and not torch_api.keeps_graph():
         pooled.release()
     return results
 
