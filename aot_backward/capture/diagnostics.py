@@ -81,7 +81,7 @@ def _violated_constraints(error: Exception, program: nn.Module) -> str:
 
 def _plain(message: str) -> str:
     """Return torch's message without its advice on ``mark_dynamic``, which no caller of ours uses."""
-    fixed = r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)\.( If you're using mark_dynamic[^.]*\.)?"
+    fixed = r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)\.( If you're using mark_dynamic.*?Dim\.AUTO\.)?"
     return re.sub(fixed, r"\1 is declared to be dynamic, and the program is valid only for \2. Export a variant for each size.", message)
 
 
