@@ -122,7 +122,7 @@ def _check_options(context: click.Context, form: str) -> None:
 
 
 def _entries(path: Path, name: str) -> Entries:
-    from ..entries import Function, Grad, Module, Step
+    from ..api import Function, Grad, Module, Step
 
     entries = _call(_function(path, name), f"{path}:{name}")
     if isinstance(entries, (Module, Function, Grad, Step)):
