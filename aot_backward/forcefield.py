@@ -28,7 +28,7 @@ def forcefield(
     atoms: Atoms,
     *,
     cutoff: float,
-    species: Sequence[str] | None = None,
+    species: Sequence[str],
     energy: str = "eV",
     length: str = "Ang",
     layers: int = 1,
@@ -46,7 +46,7 @@ def forcefield(
             ``shift`` ``(e, 3)``. The modules that a function calls are variables of its closure or globals.
         atoms: An example: at least two atoms with neighbors. Sizes and species of later calls may differ.
         cutoff: The largest distance of neighbors, in units of ``length``. The energy must not depend on atoms farther away.
-        species: The chemical symbols in the order of the model's numbers. By default, those of ``atoms`` by atomic number.
+        species: The chemical symbols in the order of the model's numbers: ``species[0]`` is the model's species 0.
         energy: The unit of the energies: "eV", "Ha", "kcal/mol" or "kJ/mol".
         length: The unit of positions and cutoff: "Ang", "nm" or "Bohr".
         layers: How many cutoffs away an atom's energy depends on others: the number of message passing layers, 1 without messages. It is an error
@@ -68,7 +68,7 @@ def forcefield(
         ...     r = (positions[dst] - positions[src] + shift).norm(dim=1)
         ...     each = torch.where(r < 4.0, (4.0 - r) ** 3, 0.0)
         ...     return torch.zeros_like(positions[:, 0]).index_add(0, src, each)
-        >>> entry = ab.forcefield(pairs, bulk("Cu", cubic=True), cutoff=4.0)
+        >>> entry = ab.forcefield(pairs, bulk("Cu", cubic=True), cutoff=4.0, species=["Cu"])
         >>> path = ab.export("copper.pt2", {"copper": entry})
     """
     if energy not in ENERGIES:
@@ -80,15 +80,15 @@ def forcefield(
     program = _ForceField(energies)
     own_metadata = dict(metadata or {})
     example = _example(atoms, cutoff, species, LENGTHS[length], dtype or _dtype_of(program))
-    names = list(species) if species is not None else _symbols(atoms)
     _check_convention(program, example)
     measured = _measured_layers(program, example, cutoff)
     if measured > layers:
         raise ExportError(
             f"layers: expected at least {measured}, got {layers}. An atom's energy depends on atoms {measured} edges away, so give a larger number."
         )
+    _check_ends(program, example, cutoff, layers)
     _warn_of_a_jump(program, example, cutoff)
-    facts = {"forcefield": 1, "cutoff": float(cutoff), "species": names, "energy": energy, "length": length, "layers": layers}
+    facts = {"forcefield": 1, "cutoff": float(cutoff), "species": list(species), "energy": energy, "length": length, "layers": layers}
     if clash := sorted(facts.keys() & own_metadata.keys()):
         raise ExportError(f"metadata: expected names other than {', '.join(facts)}, got {clash[0]!r}. Rename it.")
     count, edges = {0: torch.export.Dim("atoms", min=1)}, {0: torch.export.Dim("edges", min=0)}
@@ -127,15 +127,11 @@ def _dtype_of(program: nn.Module) -> torch.dtype:
     return next((p.dtype for p in program.parameters() if p.is_floating_point()), torch.float64)
 
 
-def _symbols(atoms: Atoms) -> list[str]:
-    return [s for _, s in sorted(set(zip(atoms.numbers.tolist(), atoms.symbols, strict=True)))]
-
-
-def _example(atoms: Atoms, cutoff: float, species: Sequence[str] | None, length: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _example(atoms: Atoms, cutoff: float, species: Sequence[str], length: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Return the inputs of the entry for ``atoms``; ``length``: the model's unit in Ångström."""
     from ase.neighborlist import neighbor_list
 
-    names = list(species) if species is not None else _symbols(atoms)
+    names = list(species)
     if unknown := sorted(set(atoms.symbols) - set(names)):
         raise ExportError(f"atoms: expected the species {', '.join(names)}, got {unknown[0]}. Add it to species, or give another example.")
     if twice := sorted({s for s in names if names.count(s) > 1}):
@@ -189,16 +185,36 @@ def _warn_of_a_jump(program: _ForceField, example: tuple[torch.Tensor, ...], cut
         )
 
 
-def _measured_layers(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff: float) -> int:
-    """Return how many edges away the energy of the first atom of a chain depends on others, at most ``_MOST_LAYERS``."""
+def _chain(example: tuple[torch.Tensor, ...], cutoff: float) -> tuple[torch.Tensor, ...]:
+    """Return inputs for a zigzag of atoms, each with an edge to the next and back."""
     positions, species, *_ = example
     number = torch.arange(_MOST_LAYERS + 1)
     zigzag = torch.stack([0.5 * number, 0.2 * (number % 2), 0.1 * (number % 2)], 1) * cutoff
-    chain = zigzag.to(positions).requires_grad_()
     src, dst = torch.cat([number[:-1], number[1:]]), torch.cat([number[1:], number[:-1]])
-    rest = positions.new_zeros(len(src), 3), positions.new_zeros(3, 3), positions.new_ones(len(chain))
-    first = program(chain, species[number % len(species)], src, dst, *rest)[1]["energies"][0]
+    rest = positions.new_zeros(len(src), 3), positions.new_zeros(3, 3), positions.new_ones(len(number))
+    return (zigzag.to(positions), species[number % len(species)], src, dst, *rest)
+
+
+def _check_ends(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff: float, layers: int) -> None:
+    """Raise :class:`ExportError` if an atom's energy needs other edges than those that begin at atoms less than ``layers`` edges away. LAMMPS passes
+    only these on several ranks."""
+    positions, species, src, dst, shift, *rest = _chain(example, cutoff)
+    kept = src < layers
+    whole = program(positions, species, src, dst, shift, *rest)[1]["energies"][0].detach()
+    part = program(positions, species, src[kept], dst[kept], shift[kept], *rest)[1]["energies"][0].detach()
+    if not torch.allclose(whole, part, rtol=1e-4, atol=1e-6 * float(whole.abs())):
+        raise ExportError(
+            "energies: expected atoms that collect from the edges where they are src, got atoms that collect where they are dst. "
+            "Give the model dst in place of src, src in place of dst, and -shift."
+        )
+
+
+def _measured_layers(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff: float) -> int:
+    """Return how many edges away the energy of the first atom of a chain depends on others, at most ``_MOST_LAYERS``."""
+    positions, species, src, dst, *rest = _chain(example, cutoff)
+    positions.requires_grad_()
+    first = program(positions, species, src, dst, *rest)[1]["energies"][0]
     if not first.requires_grad:
         raise ExportError("energies: expected energies that depend on positions, got constants. Compute them from positions without detach().")
-    (gradient,) = torch.autograd.grad(first, chain)
+    (gradient,) = torch.autograd.grad(first, positions)
     return max(1, *gradient.abs().sum(1).nonzero().flatten().tolist())

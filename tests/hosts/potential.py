@@ -17,6 +17,7 @@ import aot_backward as ab
 from ..support.exports import shared
 
 CUTOFF = 2.5
+SPECIES = ["H", "He"]
 
 
 class Potential(nn.Module):
@@ -57,7 +58,9 @@ def package() -> Path:
     """Return a package with the model in float64 ("double") and float32 ("single"), without metadata ("bare") and in other units ("units")."""
 
     def make(path: Path) -> None:
-        double, single = (ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF, layers=2) for dtype in (torch.float64, torch.float32))
+        double, single = (
+            ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2) for dtype in (torch.float64, torch.float32)
+        )
         units = dict(double.metadata or {}) | {"energy": "kcal/mol", "length": "Bohr"}
         entries = {"double": double, "single": single, "bare": dataclasses.replace(double, metadata=None)}
         ab.export(path, entries | {"units": dataclasses.replace(double, metadata=units)}, runtime="standalone")
@@ -67,7 +70,9 @@ def package() -> Path:
 
 def other_package() -> Path:
     """Return a package with another model's sole entry."""
-    return shared("potential-other", lambda path: ab.export(path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF, layers=2)}))
+    return shared(
+        "potential-other", lambda path: ab.export(path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2)})
+    )
 
 
 def unlike_package() -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 
 import aot_backward as ab
 
-from .potential import CUTOFF, Potential, crystal, model
+from .potential import CUTOFF, SPECIES, Potential, crystal, model
 
 
 def pairs(positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -27,6 +27,11 @@ def without_shift(positions: torch.Tensor, species: torch.Tensor, src: torch.Ten
 
 def from_the_other_end(positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return pairs(positions, species, src, dst, -shift)
+
+
+def collected_at_dst(positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    r = (positions[dst] - positions[src] + shift).norm(dim=1)
+    return torch.zeros_like(positions[:, 0]).index_add(0, dst, (CUTOFF - r) ** 2)
 
 
 def truncated(positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -47,16 +52,16 @@ def test_the_entry() -> None:
 
 def test_species_and_units_and_dtype_by_default_and_as_told() -> None:
     atoms = molecule("CH3CH2OH")
-    assert (ab.forcefield(pairs, atoms, cutoff=CUTOFF).metadata or {})["species"] == ["H", "C", "O"]
-    assert ab.forcefield(pairs, atoms, cutoff=CUTOFF).variants[0].args[0].dtype == torch.float64
-    assert ab.forcefield(model(torch.float32), crystal(), cutoff=CUTOFF, layers=2).variants[0].args[0].dtype == torch.float32
-    in_nm = ab.forcefield(pairs, atoms, cutoff=CUTOFF, length="nm", dtype=torch.float32).variants[0].args
+    symbols = ["H", "C", "O"]
+    assert ab.forcefield(pairs, atoms, cutoff=CUTOFF, species=symbols).variants[0].args[0].dtype == torch.float64
+    assert ab.forcefield(model(torch.float32), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2).variants[0].args[0].dtype == torch.float32
+    in_nm = ab.forcefield(pairs, atoms, cutoff=CUTOFF, species=symbols, length="nm", dtype=torch.float32).variants[0].args
     torch.testing.assert_close(in_nm[0], torch.from_numpy(atoms.positions / 10).float())
     assert len(in_nm[2]) == 9 * 8  # all pairs are within 2.5 nm
 
 
 def test_value_and_ownership() -> None:
-    entry = ab.forcefield(model(), crystal(), cutoff=CUTOFF, layers=2)
+    entry = ab.forcefield(model(), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2)
     *inputs, own = entry.variants[0].args
     energy, aux = entry.fn(*inputs, own)
     each = model()(*inputs[:5])
@@ -77,16 +82,16 @@ class Layers(Potential):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_layers_are_refused(count: int) -> None:
     net = Layers(count).double().eval()
-    entry = ab.forcefield(net, crystal(), cutoff=CUTOFF, layers=max(1, count))
+    entry = ab.forcefield(net, crystal(), cutoff=CUTOFF, species=SPECIES, layers=max(1, count))
     assert (entry.metadata or {})["layers"] == max(1, count)
     if count > 1:
         with pytest.raises(ab.ExportError, match=f"layers: expected at least {count}, got {count - 1}"):
-            ab.forcefield(net, crystal(), cutoff=CUTOFF, layers=count - 1)
+            ab.forcefield(net, crystal(), cutoff=CUTOFF, species=SPECIES, layers=count - 1)
 
 
 def test_a_jump_at_the_cutoff_warns() -> None:
     with pytest.warns(UserWarning, match=r"cutoff: expected energies that are continuous at 2.5, got a jump of 0.8 for two atoms"):
-        ab.forcefield(truncated, crystal(), cutoff=CUTOFF)
+        ab.forcefield(truncated, crystal(), cutoff=CUTOFF, species=SPECIES)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,7 @@ def test_a_jump_at_the_cutoff_warns() -> None:
         (pairs, Atoms("H2", positions=[[0, 0, 0], [0, 0, 9]]), {}, "got 2 atoms and 0 edges"),
         (model(), crystal(), {}, "layers: expected at least 2, got 1"),
         (Layers(9).double(), crystal(), {"layers": 7}, "layers: expected at least 8, got 7"),
+        (collected_at_dst, crystal(), {}, r"got atoms that collect where they are dst\. Give the model dst in place of src"),
         (without_shift, crystal(), {}, "expected the same energies when an atom moves to another periodic image"),
         (from_the_other_end, crystal(), {}, "expected the same energies when an atom moves to another periodic image"),
         (lambda *inputs: pairs(*inputs).sum(), crystal(), {}, r"energies: expected a tensor of shape \(27,\), one energy an atom, got \(\)"),
@@ -113,4 +119,4 @@ def test_a_jump_at_the_cutoff_warns() -> None:
 )
 def test_wrong_arguments_are_named(energies: Callable[..., Any], atoms: Atoms, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ab.ExportError, match=words):
-        ab.forcefield(energies, atoms, **{"cutoff": CUTOFF, **options})
+        ab.forcefield(energies, atoms, **{"cutoff": CUTOFF, "species": SPECIES, **options})
