@@ -84,7 +84,7 @@ def test_progress_is_shown_on_a_terminal(package: Path) -> None:
         (f"{PROGRAM}:nonsuch", 2, "has no function 'nonsuch'; it has: Net, net, distance, entries"),
         (f"{PROGRAM}:CONSTANT", 2, "has no function 'CONSTANT'"),
         (f"{PROGRAM}:raising", 1, "raising raised ValueError: no data (--debug shows the rest)"),
-        (f"{PROGRAM}:number", 1, "returned 3; return a Module, a Grad, a Step, or a dict"),
+        (f"{PROGRAM}:number", 1, "returned 3; return a Module, a Function, a Grad, a Step, or a dict"),
         (f"{PROGRAM}:unexportable", 1, "wrt names 'nonsuch', which is neither an input nor a parameter"),
     ],
 )
@@ -161,7 +161,7 @@ def test_inspect_in_words(package: Path) -> None:
 def test_inspect_as_json(package: Path) -> None:
     described = json.loads(called("inspect", package, "--json").stdout)
     assert described.keys() == {
-        *("path", "bytes", "format_version", "producer", "created", "torch", "target"),
+        *("path", "bytes", "format_version", "producer", "created", "torch", "target", "metadata"),
         *("entries", "libraries", "operators", "weights", "members", "manifest_sha256", "manifest_has_digest", "signature", "targets", "notes"),
     }
     variant = described["entries"]["net"]["variants"][0]
