@@ -1,0 +1,100 @@
+"""examples/forcefields: public models with random weights. Their compiled forces are as exact as eager's, in both runtimes, at other sizes.
+
+Each test needs the model's library, which CI does not install.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward_runtime import load
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "forcefields"
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+
+
+def example(name: str, *libraries: str) -> dict[str, Any]:
+    for library in ("ase", *libraries):
+        pytest.importorskip(library, exc_type=ImportError)
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def system(atoms: int, box: float, cutoff: float, seed: int) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of a force field in float64: random atoms of three species in a periodic box, none closer than 0.9."""
+    ase_neighbors = pytest.importorskip("ase.neighborlist")
+    rng, positions = np.random.default_rng(seed), list[Any]()
+    while len(positions) < atoms:
+        place = rng.uniform(0, box, 3)
+        vectors = [(place - p) - box * np.round((place - p) / box) for p in positions]
+        if all(np.linalg.norm(v) > 0.9 for v in vectors):
+            positions.append(place)
+    src, dst, images = ase_neighbors.primitive_neighbor_list("ijS", [True] * 3, np.eye(3) * box, np.array(positions), cutoff)
+    own = torch.ones(atoms, dtype=torch.float64)
+    own[-1] = 0
+    species = torch.from_numpy(rng.integers(0, 3, atoms))
+    rest = torch.from_numpy(src), torch.from_numpy(dst), torch.from_numpy(images * box), torch.zeros(3, 3, dtype=torch.float64), own
+    return torch.from_numpy(np.array(positions)), species, *rest
+
+
+def with_dtype(inputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+
+
+def in_eager(program: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """Return energies, and the gradients by positions, strain and shift, in float64."""
+    leaves = [t.clone().requires_grad_(i in (0, 4, 5)) for i, t in enumerate(inputs)]
+    value, aux = program(*leaves)
+    gradients = torch.autograd.grad(value, [leaves[0], leaves[5], leaves[4]])
+    named = zip(("energies", "positions", "strain", "shift"), (aux["energies"].detach(), *gradients), strict=True)
+    return {name: t.double() for name, t in named}
+
+
+def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the largest error of each result, relative to its largest element."""
+    return {name: float((found[name] - e).abs().max() / e.abs().max()) for name, e in exact.items()}
+
+
+def check(made: dict[str, Any], path: Path, *kind: str) -> None:
+    """Export in float32, and compare with eager in float64: at most 10 times the error of eager in float32."""
+    single, double = made["random_model"](torch.float32, *kind), made["random_model"](torch.float64, *kind)
+    double.load_state_dict(single.state_dict())
+    entry, reference = made["entry"](single), made["entry"](double).fn
+    ab.export(path, {"energy": entry})
+    cutoff = entry.metadata["cutoff"]
+    compiled, abn = load(path).grad(), pytest.importorskip("aot_backward_native")
+    native = abn.load(path, unchecked=True).grad()
+    for atoms, box in ((2, 3.0), (20, 7.0), (60, 10.0)):
+        inputs = system(atoms, box, cutoff, seed=atoms)
+        exact, low = in_eager(reference, inputs), with_dtype(inputs, torch.float32)
+        allowed = {name: max(10 * e, 1e-6) for name, e in errors(in_eager(entry.fn, low), exact).items()}
+        (_, aux), gradients = compiled(*low)
+        found = errors({"energies": aux["energies"].double(), **{n: g.double() for n, g in gradients.items()}}, exact)
+        assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
+        (_, aux), gradients = native(*(t.numpy() for t in low))
+        found = errors({n: torch.from_numpy(np.array(t)).double() for n, t in {"energies": aux["energies"], **gradients}.items()}, exact)
+        assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
+
+
+def test_mace(tmp_path: Path) -> None:
+    check(example("export_mace", "mace", "e3nn"), tmp_path / "mace.pt2")
+
+
+def test_nequip(tmp_path: Path) -> None:
+    check(example("export_nequip", "nequip"), tmp_path / "nequip.pt2")
+
+
+@pytest.mark.parametrize("kind", ["SchNet", "PaiNN"])
+def test_schnetpack(tmp_path: Path, kind: str) -> None:
+    check(example("export_schnetpack", "schnetpack"), tmp_path / "schnetpack.pt2", kind)
+
+
+def test_schnet_of_torch_geometric(tmp_path: Path) -> None:
+    check(example("export_schnet_of_torch_geometric", "torch_geometric"), tmp_path / "schnet.pt2")
