@@ -49,6 +49,33 @@ def test_other_dtypes_are_converted(given: torch.dtype) -> None:
         assert all(f is not None and e is not None and torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
+DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("wanted", DTYPES, ids=str)
+def test_every_conversion_gives_what_eager_gives(wanted: torch.dtype, tmp_path: Path) -> None:
+    """The entry returns its input, which was converted to the dtype that it declares."""
+
+    def change(manifest: Any) -> None:
+        entry = manifest["entries"]["loss"]
+        entry.update(wrt=[], names=[])
+        for variant in entry["variants"]:
+            variant["inputs"][0]["dtype"] = str(wanted)[6:]
+            variant.update(outputs=variant["inputs"], out_tree={"kind": "tensor", "index": 0}, gradient={"call": None, "outputs": ["input:0"]})
+
+    numbers = torch.tensor([0.1, -7.9, 100.3, 1 / 3, -0.0, 65.47, 3e-6, 1.0, 1.00390625, 1.01171875, 2.7, 5.5], dtype=torch.float64).view(4, 3)
+    with c_library.function(rewritten(PAIR, tmp_path / "x.pt2", change), "loss") as loss:
+        for given in DTYPES:
+            whole = wanted in (*INTEGERS, torch.bool) or given in (*INTEGERS, torch.bool)
+            x = (numbers.abs() if whole else numbers).to(given)
+            allowed = given == wanted or (given in FLOATS and (wanted in FLOATS or wanted.is_complex)) or (given.is_complex and wanted.is_complex)
+            if allowed or (given in (*INTEGERS, torch.bool) and wanted != torch.bool):
+                assert torch.equal(converting(loss).run(x)[0], x.to(wanted)), given  # type: ignore[arg-type]
+            else:
+                with pytest.raises(c_library.Failed, match=rf"x: expected {str(wanted)[6:]}, got {str(given)[6:]}\. .* are not converted to"):
+                    converting(loss).run(x)
+
+
 def test_conversions_to_narrower_dtypes_round_as_in_eager() -> None:
     x = torch.cat([torch.randn(60, 3, dtype=torch.float64), torch.tensor([[1e300, -0.0, math.nan], [1e-46, 3.0, math.inf]], dtype=torch.float64)])
     with c_library.function(PAIR, "loss") as loss:
@@ -144,6 +171,12 @@ def test_arrays_that_numpy_takes() -> None:
     gradient = module.backward(np.ones_like(first["out"]).tolist(), None)
     module.forward(x.detach(), more["bias"])
     assert all(np.array_equal(g, gradient[n]) for n, g in module.backward(np.ones_like(first["out"]), None).items() if g is not None)
+    module.forward(x.detach(), more["bias"])
+    with pytest.raises(abn.InputError, match=r"expected float32, got float64\. Convert it"):
+        module.backward(np.ones((4, 3)), None)
+    casting_module = abn.load(PAIR, unchecked=True).module(cast=True)
+    casting_module.forward(x.detach().double(), more["bias"])
+    assert np.array_equal(casting_module.backward(np.ones((4, 3)), None)["x"], gradient["x"])
 
 
 @pytest.mark.parametrize(
@@ -274,6 +307,10 @@ def test_scaled_gradients_in_c_belong_to_the_function_and_leave_other_results_al
         again = (DLTensor * 2)(results[3], dl_tensor(kinds))  # an input in a result of the last call
         c_library.check(library().aotb_run(called.handle, again, 2, results, 4))
         assert torch.equal(tensor_of(results[3]), called.run(forces, kinds)[3])  # type: ignore[arg-type]
+        own = (DLTensor * 4)()
+        own[3] = results[3]
+        own[3].shape, own[3].strides = (ctypes.c_int64 * 2)(6, 3), None
+        assert library().aotb_run(called.handle, given, 2, own, 4) == INPUT and b"lies in a result of an earlier call" in library().aotb_error()
         assert library().aotb_scale(called.handle, b"nonsuch", ctypes.c_double(1)) == NAME
         assert called.describe(GRADIENTS) == [("positions", ("s0", "3"))]
         c_library.check(library().aotb_scale(called.handle, b"positions", ctypes.c_double(1)))

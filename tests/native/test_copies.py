@@ -34,7 +34,9 @@ WAYS = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcop
 def test_a_gradient_function_keeps_its_options_and_changed_parameters(copied: Callable[[Any], Any]) -> None:
     loss, x = abn.load(PAIR, unchecked=True).grad(cast=True, scale={"x": -1}), np.ones((4, 3))
     loss.parameters["net.first.weight"][:] *= 2
-    other = copied(loss)
+    other, plain = copied(loss), abn.load(PAIR, unchecked=True).grad()
+    plain.parameters["net.first.weight"][:] *= 2
+    assert np.array_equal(other(x)[1]["x"], -plain(x.astype("f"))[1]["x"])
     assert type(other) is abn.Grad and other(x)[0] == loss(x)[0]
     assert np.array_equal(other(x)[1]["x"], loss(x)[1]["x"]) and other(x)[1]["x"].any()
     other.parameters["net.first.weight"][:] = 0

@@ -66,7 +66,7 @@ def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
         return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + torch.fmod(x, 0.3).sum() + x.exp2().sum() + x.abs().log().sum()
 
     x = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    ab.export(tmp_path / "powers.pt2", {"powers": ab.Grad(powers, [ab.Variant((x,))])}, runtime="standalone", tune="none")
+    ab.export(tmp_path / "powers.pt2", {"powers": ab.Grad(powers, [ab.Variant((x,))], wrt="x")}, runtime="standalone", tune="none")
     libraries = open_package(tmp_path / "powers.pt2").manifest.libraries.values()
     folder = Path(abn.library_dir())
     needed = [*(b.glibc for b in libraries), *(read_elf(folder / name).versions["GLIBC"] for name in ("libaot_backward.so", "libaotb_core.so"))]
