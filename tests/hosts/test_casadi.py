@@ -59,6 +59,7 @@ FORMS: dict[str, Callable[[ca.MX], ca.MX]] = {
     "jacobian": lambda y: ca.jacobian(ca.vec(y), Z),
     "adjoint gradient": lambda y: ca.gradient(ca.dot(S, y), Z),
     "adjoint hessian": lambda y: ca.hessian(ca.dot(S, y), Z)[0],
+    "adjoint gradient by its vector": lambda y: ca.jacobian(ca.gradient(ca.dot(S, y), Z), S),
     "forward": lambda y: ca.jtimes(ca.vec(y), Z, ca.sin(Z)),
 }
 
