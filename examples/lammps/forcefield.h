@@ -43,6 +43,7 @@ public:
     aotb_function *made = nullptr;
     check(aotb_get(opened, found[0].c_str(), &made));
     function.reset(made);
+    check(aotb_convert(made, 1)); /* for a float32 package */
     expect(describe(AOTB_INPUTS) == INPUTS, "the inputs " + joined(INPUTS), joined(describe(AOTB_INPUTS)), "Export with ab.forcefield");
     names = describe(AOTB_OUTPUTS);
     for (const auto &name : describe(AOTB_GRADIENTS)) names.push_back(name);
@@ -67,8 +68,23 @@ public:
                            tensor(own.data(), 1, real, per_atom)};
     results.assign(results.size(), {});
     check(aotb_run(function.get(), in, 7, results.data(), static_cast<uint32_t>(results.size())));
+    copies.resize(results.size());
+    for (size_t k = 0; k < results.size(); k++) { /* make each result row-major doubles */
+      DLTensor &of = results[k];
+      expect(of.dtype.code == 2 && of.dtype.bits >= 32, "results of float32 or float64", "others", "Export in one of these");
+      const int64_t rows = of.ndim > 0 ? of.shape[0] : 1, columns = of.ndim > 1 ? of.shape[1] : 1;
+      const int64_t down = of.ndim > 0 ? of.strides[0] : 1, across = of.ndim > 1 ? of.strides[1] : 1;
+      of.data = static_cast<char *>(of.data) + of.byte_offset;
+      if (of.dtype.bits == 64 && down == columns && across == 1) continue;
+      copies[k].resize(rows * columns);
+      for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) {
+          const int64_t at = i * down + j * across;
+          copies[k][i * columns + j] = of.dtype.bits == 64 ? static_cast<double *>(of.data)[at] : static_cast<float *>(of.data)[at];
+        }
+      of.data = copies[k].data();
+    }
   }
-  double total() const { return *static_cast<double *>(results[0].data); }
   const double *result(const std::string &name) const { /* by name: "energies", or the gradient by "positions", "strain", "shift" */
     return static_cast<double *>(results[std::find(names.begin(), names.end(), name) - names.begin()].data);
   }
@@ -87,6 +103,7 @@ private:
   std::unique_ptr<aotb_function, Free> function;
   Names known, names; /* species; results */
   std::vector<DLTensor> results;
+  std::vector<std::vector<double>> copies;
   double strain[9] = {};
 
   static void check(aotb_status status) {

@@ -86,7 +86,7 @@ public:
     const double energy = field->energy, *energies = field->result("energies");
     for (size_t k = 0; k < atoms.size(); k++)
       for (int c = 0; c < 3; c++) atom->f[atoms[k]][c] -= by_position[3 * k + c] * energy * field->length;
-    if (eflag_global) eng_vdwl += field->total() * energy;
+    for (int i = 0; eflag_global && i < atom->nlocal; i++) eng_vdwl += energies[i] * energy; /* in float64 also if the package is float32 */
     for (int i = 0; eflag_atom && i < atom->nlocal; i++) eatom[i] += energies[i] * energy;
     for (int c = 0; vflag_global && c < 6; c++) virial[c] -= by_strain[3 * A[c] + B[c]] * energy;
     for (size_t e = 0; vflag_atom && e < field->src.size(); e++) /* half of each edge's share to both of its atoms */

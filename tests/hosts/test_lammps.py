@@ -260,6 +260,25 @@ def test_atoms_without_neighbors_and_ranks_without_atoms(plugin: Path, packages:
             compare_with_eager(simulate(tmp_path / f"{number}-{ranks}", atoms, script, ranks), atoms)
 
 
+def test_a_float32_package(plugin: Path, tmp_path: Path) -> None:
+    atoms = crystal()
+    entry = ab.forcefield(potential().float(), crystal((3, 3, 3)), cutoff=CUTOFF, species=SPECIES, layers=2)
+    result = simulate(tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=Packages(tmp_path, entry)("single"), steps=200))
+    energies, forces, virial = eager(atoms, result.atoms[:, 2:5])
+    np.testing.assert_allclose(result.atoms[:, 5:8], forces, rtol=0, atol=1e-5 * abs(forces).max())
+    assert result.thermo[-1, 2] == pytest.approx(energies.sum(), rel=1e-6)
+    assert result.thermo[-1, 4] == pytest.approx(virial[0, 0] / atoms.get_volume() * PRESSURE, rel=1e-4)
+    assert np.ptp(result.thermo[:, 3]) < 1e-4 * len(atoms)
+
+
+def test_a_hybrid_with_another_style(plugin: Path, packages: Packages, tmp_path: Path) -> None:
+    atoms = crystal()
+    script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0)
+    script = script.replace("pair_style aotb\npair_coeff * *", "pair_style hybrid/overlay aotb zero 4.0\npair_coeff * * zero\npair_coeff * * aotb")
+    for ranks in (1, 2):
+        compare_with_eager(simulate(tmp_path / f"{ranks}", atoms, script, ranks), atoms)
+
+
 def replaced(old: str, new: str) -> Callable[[str], str]:
     def change(script: str) -> str:
         assert old in script
