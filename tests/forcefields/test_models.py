@@ -98,3 +98,30 @@ def test_schnetpack(tmp_path: Path, kind: str) -> None:
 
 def test_schnet_of_torch_geometric(tmp_path: Path) -> None:
     check(example("export_schnet_of_torch_geometric", "torch_geometric"), tmp_path / "schnet.pt2")
+
+
+def test_ani(tmp_path: Path) -> None:
+    """Compare with TorchANI itself, which makes its own lists."""
+    made = example("export_ani", "torchani")
+    single, double = made["random_model"](torch.float32), made["random_model"](torch.float64)
+    double.load_state_dict(single.state_dict())
+    ab.export(tmp_path / "ani.pt2", {"energy": made["entry"](single)})
+    compiled, abn = load(tmp_path / "ani.pt2").grad(), pytest.importorskip("aot_backward_native")
+    native = abn.load(tmp_path / "ani.pt2", unchecked=True).grad()
+    for atoms, box in ((2, 3.0), (3, 3.0), (20, 7.0)):
+        positions, species, *_ = system(atoms, box, 1.0, seed=atoms)
+
+        def whole(model: nn.Module, leaf: torch.Tensor, kinds: torch.Tensor = species) -> dict[str, torch.Tensor]:
+            energy = model((torch.tensor([1, 6, 8])[kinds][None], leaf[None])).energies.sum()
+            return {"energy": energy.detach().double(), "positions": torch.autograd.grad(energy, leaf)[0].double()}
+
+        exact = whole(double, positions.clone().requires_grad_())
+        low = positions.float()
+        allowed = {n: max(10 * e, 1e-6) for n, e in errors(whole(single, low.clone().requires_grad_()), exact).items()}
+        arguments = [low.numpy(), *made["lists"](low.numpy(), species.numpy(), *made["cutoffs"](single))]
+        energy, gradient = compiled(*map(torch.from_numpy, arguments))
+        found = errors({"energy": energy.double(), "positions": gradient.double()}, exact)
+        assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
+        energy, gradient = native(*arguments)
+        found = errors({"energy": torch.tensor(float(energy)).double(), "positions": torch.from_numpy(np.array(gradient)).double()}, exact)
+        assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)

@@ -1,0 +1,104 @@
+"""Export a MACE model as a force field for ASE, LAMMPS and OpenMM. Needs mace-torch and ase.
+
+    python examples/forcefields/export_mace.py mace.pt2
+    python examples/forcefields/export_mace.py mace.pt2 my.model
+
+Without a model, it exports a small one with random weights.
+"""
+
+import sys
+
+import e3nn
+import numpy as np
+import torch
+from ase import Atoms
+from ase.data import chemical_symbols
+from mace import modules
+from mace.tools.scripts_utils import extract_config_mace_model
+from torch import nn
+
+import aot_backward as ab
+
+
+def random_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return modules.ScaleShiftMACE(
+            r_max=5.0,
+            num_bessel=8,
+            num_polynomial_cutoff=5,
+            max_ell=2,
+            interaction_cls=modules.interaction_classes["RealAgnosticResidualInteractionBlock"],
+            interaction_cls_first=modules.interaction_classes["RealAgnosticInteractionBlock"],
+            num_interactions=2,
+            num_elements=3,
+            hidden_irreps=e3nn.o3.Irreps("8x0e+8x1o"),
+            MLP_irreps=e3nn.o3.Irreps("8x0e"),
+            gate=nn.functional.silu,
+            atomic_energies=np.array([-1.0, -3.0, -5.0]),
+            avg_num_neighbors=8.0,
+            atomic_numbers=[1, 6, 8],
+            correlation=2,
+            radial_type="bessel",
+            atomic_inter_scale=1.0,
+            atomic_inter_shift=0.0,
+        ).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def without_torchscript(model: nn.Module) -> nn.Module:
+    """Return the same model with Python modules. e3nn compiles parts of a new model by TorchScript, which cannot be exported."""
+    dtype, default = next(model.parameters()).dtype, torch.get_default_dtype()
+    e3nn.set_optimization_defaults(jit_script_fx=False)
+    torch.set_default_dtype(dtype)
+    try:
+        rebuilt = type(model)(**extract_config_mace_model(model))
+    finally:
+        torch.set_default_dtype(default)
+    missing = rebuilt.load_state_dict(model.state_dict(), strict=False).missing_keys
+    if left := [name for name in missing if name in dict(rebuilt.named_parameters())]:
+        raise ValueError(f"model: expected weights for {left[0]}, got none. Rebuild this model as it was made, without TorchScript.")
+    return rebuilt.eval()
+
+
+class Energies(nn.Module):
+    """The energy of each atom, with the arguments of ``ab.forcefield``."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.kinds = len(model.atomic_numbers)
+
+    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros_like(species)
+        graph = {
+            "positions": positions,
+            "node_attrs": nn.functional.one_hot(species, self.kinds).to(positions.dtype),
+            "edge_index": torch.stack([dst, src]),
+            "shifts": -shift,  # MACE collects at the second row, along vectors to it
+            "unit_shifts": torch.zeros_like(shift),
+            "cell": torch.zeros(3, 3, dtype=positions.dtype),
+            "batch": zeros,
+            "ptr": torch.zeros(2, dtype=torch.int64),
+            "head": torch.zeros(1, dtype=torch.int64),
+        }
+        return self.model(graph, training=False, compute_force=False)["node_energy"]
+
+
+def entry(model: nn.Module) -> ab.Grad:
+    symbols = [chemical_symbols[z] for z in model.atomic_numbers.tolist()]
+    rng = np.random.default_rng(0)
+    sites = np.stack(np.meshgrid(*[range(2)] * 3), -1).reshape(-1, 3) * 3.0
+    atoms = Atoms([symbols[i % len(symbols)] for i in range(8)], sites + 0.2 * rng.standard_normal((8, 3)), cell=[6.0] * 3, pbc=True)
+    plain = without_torchscript(model)
+    return ab.forcefield(Energies(plain), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions))
+
+
+if __name__ == "__main__":
+    path, *file = sys.argv[1:] or ["mace.pt2"]
+    model = torch.load(file[0], map_location="cpu", weights_only=False).eval() if file else random_model()
+    ab.export(path, {"mace": entry(model)})
+    print(f"wrote {path}")
