@@ -136,7 +136,7 @@ def package() -> Path:
     def make(path: Path) -> None:
         entries = ab.derivatives(dynamics(torch.float64), inputs(3, torch.float64), KINDS)
         pointwise = ab.derivatives(vmap(pendulum), inputs(3, torch.float32), ["jacobian", "hvp"])
-        ab.export(path, entries | {f"pendulum.{kind}": entry for kind, entry in pointwise.items()}, runtime="standalone")
+        ab.export(path, entries | {f"pendulum_{kind}": entry for kind, entry in pointwise.items()}, runtime="standalone")
 
     return exports.shared("derivatives", make)
 
@@ -146,8 +146,8 @@ def test_any_number_of_points(package: Path, points: int) -> None:
     loaded, f = load(package), dynamics(torch.float64)
     assert len({s.weight for spec in loaded.manifest.entries.values() for s in spec.state}) == 4
     for name in loaded.entries:
-        kind, one = name.rpartition(".")[2], pendulum if "." in name else f
-        args = inputs(points, torch.float32 if "." in name else torch.float64)
+        kind, one = name.rpartition("_")[2], pendulum if "_" in name else f
+        args = inputs(points, torch.float32 if "_" in name else torch.float64)
         cotangent, tangents, used = extras(kind, vmap(one)(*args), args)
         function = loaded.function(name)
         assert function.metadata["derivative"] == kind
@@ -214,10 +214,10 @@ class Transformed(nn.Module):
         return {
             "jacrev": vmap(jacrev(self.net, (0, 1)))(x, u),
             "jacfwd": vmap(jacfwd(self.net, (0, 1)))(x, u),
-            "hessian": vmap(hessian(weighted))(x, u),
+            "hessian": vmap(hessian(weighted, (0, 1)))(x, u),
             "jacrev of grad": vmap(jacrev(grad(weighted)))(x, u),
             "jvp": jvp(self.net, (x, u), (x.cos(), u.sin()))[1],
-            "hvp": jvp(grad(lambda x: self.net(x, u).square().sum()), (x,), (x.cos(),))[1],
+            "hvp": jvp(grad(lambda x, u: self.net(x, u).square().sum(), (0, 1)), (x, u), (x.cos(), u.sin()))[1],
         }
 
 
