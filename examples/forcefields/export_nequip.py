@@ -36,7 +36,7 @@ class Energies(nn.Module):
             "batch": torch.zeros_like(species),
             "num_nodes": torch.tensor([1]),
         }
-        return self.net(graph)["atomic_energy"][:, 0]
+        return self.net(graph)["atomic_energy"][:, 0].to(positions.dtype)  # nequip adds up float32 models in float64
 
 
 def random_model(dtype: torch.dtype = torch.float64) -> Energies:
