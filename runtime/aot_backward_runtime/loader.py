@@ -301,7 +301,8 @@ def load(
         >>> loss = package.module()(torch.randn(100, 8)).square().mean()
         >>> loss.backward()
     """
-    types, imports = tuple(types), tuple(imports)
+    types = tuple(types)
+    imports = imports if isinstance(imports, str) else tuple(imports)  # import_modules refuses a string
     options = {
         "weights": weights, "types": types, "device": device, "cudagraphs": cudagraphs, "target": target, "imports": imports,
         "signature": signature, "key": key, "mmap": mmap,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import aot_backward as ab
 from aot_backward.capture.recurrent_layers import LONGEST_UNROLLED
@@ -111,9 +112,9 @@ def test_results_and_gradients_equal_eagers_at_every_length(name: str) -> None:
 def test_they_run_without_pytorch() -> None:
     assert open_package(package()).manifest.entries["module"].standalone == "verified"
     values, module = inputs(33, 2), abn.load(package()).module()
-    results = [r for out in Layers()(*values).values() for r in out]
-    found = module.forward(*(v.detach() for v in values))
-    torch.testing.assert_close([torch.from_dlpack(f) for f in found], [r.detach() for r in results])
+    expected = pytree.tree_map(Tensor.detach, Layers()(*values))
+    results = module.forward(*(v.detach() for v in values))
+    torch.testing.assert_close(pytree.tree_map(torch.from_dlpack, results), expected)
 
 
 def test_as_onnx_graphs_of_a_static_length(tmp_path: Path) -> None:
