@@ -359,12 +359,12 @@ def test_fix_external_computes_what_the_pair_style_computes(plugin: Path, packag
 @pytest.mark.parametrize(
     ("species", "metadata", "words"),
     [
-        (["H", "C", "N"], {}, "expected the species H, C, O, got N. Choose one of these for each atom type."),
-        (SPECIES, {"energy": "Ha", "length": "Bohr"}, "expected a force field in eV and Ang, got Ha and Bohr. Export it in these units."),
+        (["H", "C", "N"], {}, "expected the species H, C, O, got N (atom 2). Export it with them."),
+        (SPECIES, {"cutoff": None}, "expected 'cutoff' in the metadata, got"),
     ],
 )
-def test_wrong_uses_of_fix_external(packages: Packages, species: list[str], metadata: dict[str, str], words: str, tmp_path: Path) -> None:
+def test_wrong_uses_of_fix_external(packages: Packages, species: list[str], metadata: dict[str, None], words: str, tmp_path: Path) -> None:
     write(tmp_path / "data.txt", crystal((3, 3, 3)), format="lammps-data", specorder=SPECIES, masses=True)
-    package = packages("atomic" if metadata else "metal", **metadata)
+    package = packages("no-cutoff" if metadata else "metal", **metadata)
     done = run(sys.executable, EXAMPLE / "fix_external.py", package, tmp_path / "data.txt", *species, folder=tmp_path)
     assert done.returncode != 0 and words in done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from ase import Atoms
@@ -17,8 +18,8 @@ from ase.calculators.calculator import all_changes
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.stress import full_3x3_to_voigt_6_stress
 
-from ._forcefield import ForceField
 from .errors import InputError
+from .forcefield import ForceField
 
 __all__ = ["Calculator"]
 
@@ -49,6 +50,7 @@ class Calculator(_Calculator):
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012  (ASE's own form)
+    ignored_changes = {"initial_charges", "initial_magmoms"}  # noqa: RUF012
 
     def __init__(
         self,
@@ -71,6 +73,15 @@ class Calculator(_Calculator):
         self._numbers: np.ndarray | None = None
         self._kinds: list[np.ndarray] = []
 
+    def check_state(self, atoms: Atoms, tol: float = 0) -> list[str]:
+        """Return what differs from the atoms of the last results. ASE calls this three times a step; its own takes 0.5 ms for 512 atoms."""
+        last = self.atoms
+        if last is None:
+            return list(all_changes)
+        changes = ("numbers", last.numbers, atoms.numbers), ("positions", last.positions, atoms.positions)
+        changes += ("cell", last.cell.array, atoms.cell.array), ("pbc", last.pbc, atoms.pbc)
+        return [name for name, old, new in changes if not np.array_equal(old, new)]
+
     def calculate(self, atoms: Atoms | None = None, properties: Sequence[str] = ("energy",), system_changes: Sequence[str] = all_changes) -> None:
         """Compute all properties. ASE calls this."""
         super().calculate(atoms, properties, system_changes)
@@ -80,15 +91,15 @@ class Calculator(_Calculator):
             self._numbers = atoms.numbers.copy()
         cell = atoms.cell.array
         found = [member(atoms.positions, kinds, cell, atoms.pbc) for member, kinds in zip(self.members, self._kinds, strict=True)]
-        energies, forces = [r.energy for r in found], [r.forces for r in found]
-        self.results = {"energy": float(np.mean(energies)), "forces": np.mean(forces, axis=0)}
+        energies, forces = [r.energy for r in found], _mean([r.forces for r in found])
+        self.results = {"energy": float(_mean(energies)), "forces": forces}
         self.results["free_energy"] = self.results["energy"]
         if all(r.energies is not None for r in found):
-            self.results["energies"] = np.mean([r.energies for r in found], axis=0)
+            self.results["energies"] = _mean([r.energies for r in found])
         if atoms.cell.rank == 3 and all(r.virial is not None for r in found):
-            self.results["stress"] = full_3x3_to_voigt_6_stress(np.mean([r.virial for r in found], axis=0) / atoms.get_volume())
+            self.results["stress"] = full_3x3_to_voigt_6_stress(_mean([r.virial for r in found]) / abs(np.linalg.det(cell)))
         if len(found) > 1:
-            self.results |= {"energy_spread": float(np.std(energies)), "forces_spread": np.std(forces, axis=0)}
+            self.results |= {"energy_spread": float(np.std(energies)), "forces_spread": np.std([r.forces for r in found], axis=0)}
 
     def check(self, atoms: Atoms, step: float = 1e-4, count: int = 3) -> dict[str, float]:
         """Compare forces and stress with numerical differences of the energy.
@@ -108,3 +119,7 @@ class Calculator(_Calculator):
         if moved.cell.rank == 3:
             out["stress"] = float(np.abs(calculate_numerical_stress(moved, eps=step) - moved.get_stress()).max())
         return out
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else np.mean(values, axis=0)

@@ -15,8 +15,8 @@ import numpy as np
 import openmm
 from openmm import unit
 
-from ._forcefield import KJ_PER_MOL, ForceField
 from .errors import InputError
+from .forcefield import KJ_PER_MOL, ForceField
 
 __all__ = ["force"]
 _ANGSTROM = 0.1  # in nm

@@ -1,4 +1,9 @@
-"""A package's force field: its metadata, units and neighbor list. Shared by the adapters for ASE and OpenMM.
+"""Run a force field that ``ab.forcefield`` exported from a program of your own, without PyTorch. The adapters for ASE and OpenMM use it.
+
+from aot_backward_native.forcefield import ForceField
+
+force_field = ForceField("mace.pt2")
+result = force_field(positions, force_field.kinds(symbols), cell, periodic=[True] * 3)
 
 The convention (``docs/how-to/hosts.md``): the inputs of a "grad" entry are those of ``INPUTS``; atom ``src`` sees atom ``dst`` at
 ``positions[dst] + shift``; the value is the energy, or ``(energy, {"energies": (n,)})``. Here, lengths are in Ångström and energies in eV.
@@ -12,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import vesin
 
 import aot_backward_native as abn
 
+from ._neighbors import Neighbors
 from .errors import InputError, PackageError
 
+__all__ = ["ForceField", "Result"]
 INPUTS = ("positions", "species", "src", "dst", "shift", "strain", "own")
 _REQUIRED = INPUTS[:5]
 KJ_PER_MOL = 96.48533212331002  # one eV
@@ -29,7 +35,14 @@ LENGTHS = {"Ang": 1.0, "nm": 10.0, "Bohr": 0.529177210544}
 
 @dataclass(frozen=True)
 class Result:
-    """``virial``: the gradient of the energy by strain, (3, 3). None if the entry does not compute it."""
+    """Energy in eV, and its derivatives.
+
+    Attributes:
+        energy: In eV.
+        energies: Those of the atoms, (n,), in eV. None if the entry does not compute them.
+        forces: (n, 3), in eV/Å.
+        virial: The gradient of the energy by strain, (3, 3), in eV: the stress times the volume. None if the entry does not compute it.
+    """
 
     energy: float
     energies: np.ndarray | None
@@ -38,7 +51,24 @@ class Result:
 
 
 class ForceField:
-    """An entry of a package with its own neighbor list. Use one per thread."""
+    """A force field with its own neighbor list. Use one per thread.
+
+    Args:
+        path: The package.
+        entry: The name of the entry; a sole "grad" entry needs none.
+        skin: How far atoms may move, together, before the neighbor list is searched again, in Ångström. It does not change results.
+        backend: As for :func:`aot_backward_native.load`.
+        cutoff, species, energy, length: As in ``ab.forcefield``, for a package whose metadata lacks them.
+
+    Raises:
+        InputError: The metadata is incomplete or differs from an argument, or the entry is not a force field.
+        PackageError: There is no such entry.
+
+    Examples:
+        >>> force_field = ForceField("copper.pt2")
+        >>> kinds = force_field.kinds(["Cu", "Cu"])
+        >>> force_field(np.array([[0, 0, 0], [0, 0, 2.5]]), kinds).forces
+    """
 
     def __init__(
         self,
@@ -47,9 +77,11 @@ class ForceField:
         *,
         skin: float = 0.3,
         backend: str | None = None,
-        **overrides: Any,
+        cutoff: float | None = None,
+        species: Sequence[str] | None = None,
+        energy: str | None = None,
+        length: str | None = None,
     ):
-        """``overrides``: "cutoff", "species", "energy" and "length", for a package without metadata; None if not given."""
         self._grad: Any = abn.load(path, backend=backend).grad(entry, cast=True)
         self._place = f"{os.fspath(path)}: entry {self._grad.name!r}"
         self._names = [name for name, _, _ in self._grad.inputs]
@@ -57,17 +89,17 @@ class ForceField:
             raise InputError(
                 f"{self._place}: expected the inputs {', '.join(_REQUIRED)}, got {', '.join(self._names)}. Export the entry with ab.forcefield."
             )
-        cutoff, species, energy, length = self._facts(self._grad.metadata, overrides)
-        self.species = [str(s) for s in species]
-        self._energy, self._length = self._unit("energy", ENERGIES, energy), self._unit("length", LENGTHS, length)
-        if not (isinstance(cutoff, int | float) and 0 < cutoff < np.inf):
-            raise InputError(f"{self._place}: cutoff: expected a positive number, got {cutoff!r}. Give the model's cutoff.")
+        facts = self._facts(self._grad.metadata, {"cutoff": cutoff, "species": species, "energy": energy, "length": length})
+        self.species = [str(s) for s in facts["species"]]
+        self._energy, self._length = self._unit("energy", ENERGIES, facts["energy"]), self._unit("length", LENGTHS, facts["length"])
+        if not (isinstance(facts["cutoff"], int | float) and 0 < facts["cutoff"] < np.inf):
+            raise InputError(f"{self._place}: cutoff: expected a positive number, got {facts['cutoff']!r}. Give the model's cutoff.")
         if not 0 <= skin < np.inf:
             raise InputError(f"skin: expected a length of at least 0, got {skin!r}. Leave it out.")
-        self._neighbors = Neighbors(cutoff * self._length, skin)
+        self._neighbors = Neighbors(facts["cutoff"] * self._length, skin)
 
     def kinds(self, symbols: Iterable[str]) -> np.ndarray:
-        """Return the model's number of each chemical symbol."""
+        """Return the model's number of each chemical symbol, (n,). Raise :class:`InputError` for one that it does not know, and for none."""
         numbers, out = {s: i for i, s in enumerate(self.species)}, []
         for i, symbol in enumerate(symbols):
             if symbol not in numbers:
@@ -77,7 +109,7 @@ class ForceField:
             raise InputError(f"{self._place}: expected at least one atom, got none. Add atoms.")
         return np.array(out, np.int64)
 
-    def __call__(self, positions: np.ndarray, kinds: np.ndarray, cell: np.ndarray, periodic: Sequence[bool]) -> Result:
+    def __call__(self, positions: np.ndarray, kinds: np.ndarray, cell: np.ndarray | None = None, periodic: Sequence[bool] = (False,) * 3) -> Result:
         """Compute the energy, forces and virial of atoms.
 
         Args:
@@ -85,7 +117,11 @@ class ForceField:
             kinds: Those of :meth:`kinds`.
             cell: (3, 3), a vector in each row, in Ångström; zeros for directions without one.
             periodic: The periodic directions.
+
+        Raises:
+            InputError: Positions or cell are not finite, or the cell has no vector in a periodic direction.
         """
+        cell = np.zeros((3, 3)) if cell is None else cell
         src, dst, shift = self._neighbors(positions, cell, periodic)
         given = dict(zip(INPUTS, (positions / self._length, kinds, src, dst, shift / self._length), strict=False))
         given |= {"strain": np.zeros((3, 3)), "own": np.ones(len(positions))}
@@ -104,40 +140,21 @@ class ForceField:
             None if virial is None else np.multiply(virial, self._energy, dtype=np.float64),
         )
 
-    def _facts(self, metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> list[Any]:
+    def _facts(self, metadata: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
         if metadata.get("forcefield", 1) != 1:
             raise PackageError(f"{self._place}: expected a force field of convention 1, got {metadata['forcefield']!r}. Install a newer version.")
-        facts = []
-        for name in ("cutoff", "species", "energy", "length"):
-            given, stated = overrides.get(name), metadata.get(name)
+        facts = {}
+        for name, given in overrides.items():
+            stated = metadata.get(name)
             if given is None and stated is None:
                 raise InputError(f"{self._place}: expected {name!r} in the metadata, got {sorted(metadata)}. Pass {name}=.")
             same = list(given) == stated if name == "species" and given is not None else given == stated
             if given is not None and stated is not None and not same:
                 raise InputError(f"{self._place}: {name}: expected {stated!r} as in the metadata, got {given!r}. Leave {name}= out.")
-            facts.append(stated if given is None else given)
+            facts[name] = stated if given is None else given
         return facts
 
     def _unit(self, name: str, units: Mapping[str, float], unit: Any) -> float:
         if unit not in units:
             raise InputError(f"{self._place}: {name}: expected one of {', '.join(units)}, got {unit!r}. Export in one of these units.")
         return units[unit]
-
-
-class Neighbors:
-    """All pairs within the cutoff, in both directions, also with periodic images. Searches again after an atom has moved by half the skin."""
-
-    def __init__(self, cutoff: float, skin: float):
-        self._given = cutoff, skin
-        self._list = vesin.NeighborList(cutoff=cutoff, full_list=True, skin=skin)
-
-    def __reduce__(self) -> Any:
-        return Neighbors, self._given
-
-    def __call__(self, positions: np.ndarray, cell: np.ndarray, periodic: Sequence[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ``src``, ``dst`` (e,) and ``shift`` (e, 3)."""
-        try:
-            src, dst, images = self._list.compute(points=positions, box=cell, periodic=periodic, quantities="ijS")
-        except RuntimeError as error:
-            raise InputError(f"neighbor list: expected finite positions and a cell, got {error}. Check the cell and the time step.") from error
-        return src.view(np.int64), dst.view(np.int64), images @ cell
