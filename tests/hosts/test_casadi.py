@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .potential import unlike_package
 ca = pytest.importorskip("casadi")
 from aot_backward_native.casadi import function  # noqa: E402
 
+EXTERNAL = Path(__file__).parents[2] / "examples" / "casadi" / "external.c"
 N = 5  # points
 
 
@@ -126,3 +128,23 @@ def test_wrong_packages_and_points_are_named() -> None:
         function(package(), points=0)
     with pytest.raises(RuntimeError, match=r"3-by-4"):
         function(package(), points=N)(np.ones((3, 4)), np.ones((2, N)), 1.0)
+
+
+def test_the_example_in_c_is_a_function_of_casadi(tmp_path: Path) -> None:
+    """``examples/casadi/external.c``, for several points and for one."""
+    path, native, network = tmp_path / "network.pt2", Path(abn.__file__).parent, Dynamics()
+    example = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    ab.export(path, ab.derivatives(lambda x, u: network(x, u, 1.5), example, ["value", "jacobian", "vjp", "hessian"]), runtime="standalone")
+    rng = np.random.default_rng(0)
+    given = rng.standard_normal(5 * N), rng.standard_normal((3, N))
+    for points in (N, 1):
+        library = tmp_path / f"points{points}.so"
+        links = [f"-I{native / 'include'}", f"-L{native / 'lib'}", "-laot_backward", f"-Wl,-rpath,{native / 'lib'}"]
+        options = ["-Wall", "-Wextra", "-Werror", "-O2", "-shared", "-fPIC", f'-DPACKAGE="{path}"', f"-DPOINTS={points}"]
+        subprocess.run(["gcc", *options, EXTERNAL, "-o", library, *links], check=True)
+        f = ca.external("f", str(library)).map(N // points)
+        for form in FORMS.values():
+            found = expression(lambda x, u, gain, f=f: f(x, u), form)(*given)
+            expected = expression(own(), form)(*given)
+            np.testing.assert_allclose(found.full(), expected.full(), rtol=0, atol=1e-14)
+            assert found.nnz() == expected.nnz()
