@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
-.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance rebuild-matrix cross gpu docs lint venv clean _cross
+.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance hosts rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -84,6 +84,10 @@ fuzz-native: $(STAMP)
 # A quarter of an hour on one core: a million calls of each kind, loads, bindings, changing structures; fails where memory, descriptors or folders grow.
 endurance: $(STAMP)
 	@$(BIN)/python -m tests.tools.endurance --docs docs/benchmarks/$$(date +%F)-endurance
+
+# A force field in ASE, OpenMM and LAMMPS, and optimal control in CasADi: speed, drift, and forces against eager. Two minutes; `make venv` installs all.
+hosts: $(STAMP)
+	@$(BIN)/python -m tests.tools.hosts --docs docs/benchmarks/$$(date +%F)-hosts
 
 # Packages made under each of several versions of torch and rebuilt under each other one: an environment for each, a build for CUDA of several gigabytes,
 # and 20 minutes. By default the oldest version and the newest, beside the one that constraints.txt pins.
