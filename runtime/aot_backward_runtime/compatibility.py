@@ -17,9 +17,6 @@ from .format.elf import numeric, read_elf
 from .format.manifest import Manifest, Target
 from .package.targets import seen_as, targets_of
 
-TESTED_PAIRS: tuple[tuple[str, str], ...] = ()
-"""Pairs of different versions (torch minor that built, torch minor that runs) for which the whole test suite has passed."""
-
 _EXPORT = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
 _REBUILD = "Rebuild it here, without the model's source: aot-backward rebuild {path} -o OUT.pt2"
 
@@ -90,8 +87,7 @@ def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
     if system != "linux x86_64" or target.machine != "x86_64":
         return [f"it was built for linux {target.machine}, this is {system}; only linux x86_64 is supported"]
     out = []
-    built_version, own_version = _minor(manifest.torch), _minor(torch.__version__)
-    if built_version != own_version and (built_version, own_version) not in TESTED_PAIRS:
+    if _minor(manifest.torch) != _minor(torch.__version__):
         out.append(f"it was built with torch {manifest.torch}, this is torch {torch.__version__}")
     missing = [flag for flag in target.cpu_flags if flag not in cpu_flags()]
     if missing:

@@ -227,13 +227,6 @@ def test_row_28_gpu_architectures(arch: str, runs: bool) -> None:
     assert compatibility._runs("sm_90", 9, 1) and not compatibility._runs("sm_90a", 9, 1) and compatibility._runs("sm_120", 12, 1)
 
 
-def test_row_28_torch_pairs_that_were_tested(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "TESTED_PAIRS", (("2.1", ".".join(torch.__version__.split(".")[:2])),))
-    compatibility.check_target(tiny_manifest(torch="2.1.2+cu118"))
-    with pytest.raises(IncompatibleError):
-        compatibility.check_target(tiny_manifest(torch="2.2.0"))
-
-
 # Writes a package in a forked child that kills itself right before or after its n-th call that touches the file system.
 KILL = """
 import os, signal, sys, torch
