@@ -5,7 +5,6 @@ Each test needs the model's library, which CI does not install.
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +16,15 @@ from torch import nn
 import aot_backward as ab
 from aot_backward_runtime import load
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "forcefields"
+from .models import errors, in_eager, load_example, system, with_dtype
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 
 def example(name: str, *libraries: str) -> dict[str, Any]:
     for library in ("ase", *libraries):
         pytest.importorskip(library, exc_type=ImportError)
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
-
-
-def system(atoms: int, box: float, cutoff: float, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of a force field in float64: random atoms of three species in a periodic box, none closer than 0.9."""
-    ase_neighbors = pytest.importorskip("ase.neighborlist")
-    rng, positions = np.random.default_rng(seed), list[Any]()
-    while len(positions) < atoms:
-        place = rng.uniform(0, box, 3)
-        vectors = [(place - p) - box * np.round((place - p) / box) for p in positions]
-        if all(np.linalg.norm(v) > 0.9 for v in vectors):
-            positions.append(place)
-    src, dst, images = ase_neighbors.primitive_neighbor_list("ijS", [True] * 3, np.eye(3) * box, np.array(positions), cutoff)
-    own = torch.ones(atoms, dtype=torch.float64)
-    own[-1] = 0
-    species = torch.from_numpy(rng.integers(0, 3, atoms))
-    rest = torch.from_numpy(src), torch.from_numpy(dst), torch.from_numpy(images * box), torch.zeros(3, 3, dtype=torch.float64), own
-    return torch.from_numpy(np.array(positions)), species, *rest
-
-
-def with_dtype(inputs: tuple[torch.Tensor, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
-
-
-def in_eager(program: nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """Return energies, and the gradients by positions, strain and shift, in float64."""
-    leaves = [t.clone().requires_grad_(i in (0, 4, 5)) for i, t in enumerate(inputs)]
-    value, aux = program(*leaves)
-    gradients = torch.autograd.grad(value, [leaves[0], leaves[5], leaves[4]])
-    named = zip(("energies", "positions", "strain", "shift"), (aux["energies"].detach(), *gradients), strict=True)
-    return {name: t.double() for name, t in named}
-
-
-def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the largest error of each result, relative to its largest element."""
-    return {name: float((found[name] - e).abs().max() / e.abs().max()) for name, e in exact.items()}
+    return load_example(name)
 
 
 def check(made: dict[str, Any], path: Path, *kind: str) -> None:
