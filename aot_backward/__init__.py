@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .commands.sign import sign
     from .derivative_entries import derivatives
     from .entries import Function, Grad, Module, Step, Variant
-    from .forcefield import forcefield
+    from .forcefield_entry import forcefield
     from .onnx.convert import convert
     from .onnx.export import export_onnx
     from .packaging.rebuild import rebuild
@@ -65,7 +65,7 @@ _HOME |= dict.fromkeys(
     "aot_backward_runtime",
 )
 _HOME |= {"derivatives": "aot_backward.derivative_entries"}
-_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export", "forcefield": "aot_backward.forcefield"}
+_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export", "forcefield": "aot_backward.forcefield_entry"}
 _HOME |= {
     "rebuild": "aot_backward.packaging.rebuild",
     "record": "aot_backward.recording.record",

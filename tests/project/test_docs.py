@@ -48,7 +48,11 @@ PAGES = [page for page in PAGES if any(kind != "text" for kind, _, _ in blocks(R
 PAGES = [page for page in PAGES if page not in ("docs/index.md", "docs/format.md")]  # the start page is tested below
 
 
-NEEDED = {"docs/how-to/lammps.md": ("lmp", "mpiexec", "cmake"), "docs/how-to/fortran.md": ("gfortran",)}
+NEEDED = {
+    "docs/how-to/lammps.md": ("lmp", "mpiexec", "cmake"),
+    "docs/how-to/fortran.md": ("gfortran",),
+    "docs/how-to/mace.md": ("lmp", "cmake", "mace_run_train"),
+}
 """Programs that a page needs and that the test dependencies do not install everywhere."""
 
 

@@ -72,7 +72,7 @@ ALLOWED = {
         *("aot_backward.entries", "aot_backward.packaging"),
     ),
     "aot_backward.api": (*_LIBRARY, "aot_backward.entries", "aot_backward.operators", "aot_backward.capture", "aot_backward.packaging"),
-    "aot_backward.forcefield": (*_LIBRARY, "aot_backward.entries", "aot_backward.capture"),
+    "aot_backward.forcefield_entry": (*_LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.derivative_entries": (*_LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.onnx": (
         *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
@@ -101,7 +101,7 @@ OUTSIDE = {
     "aot_backward_exporters": {"sympy", "numpy", "ml_dtypes", "onnx", "onnx_ir", "onnxscript"},
     "aot_backward_exporters.cuda.cross_compile": {"triton"},  # imported when a graph is cross-compiled
     "aot_backward": {"click", "rich", "safetensors", "sympy", "onnx", "onnxruntime"},
-    "aot_backward.forcefield": {"ase"},  # imported when forcefield() is called
+    "aot_backward.forcefield_entry": {"ase"},  # imported when forcefield() is called
     "aot_backward.checks.standalone_process": {"aot_backward_native"},  # run as a script in a process that has it
     "aot_backward_runtime.package.model_signing": {"cryptography", "model_signing"},  # behind the extra "sign"
 }
