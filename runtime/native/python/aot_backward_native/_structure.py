@@ -57,6 +57,8 @@ def spread(tree: Tree, value: Any, out: dict[int, Any], where: str) -> None:
     if value is None or kind in ("constant", "size"):
         return
     if kind == "tensor":
+        if getattr(value, "readonly", False) or not getattr(getattr(value, "flags", None), "writeable", True):
+            raise InputError(f"{where}: expected an array that can be written, got a read-only one. Pass a copy of it.")
         out[tree["index"]] = value
     elif kind in ("dict", "object"):
         named = dict(zip(tree.get("keys", ()), children, strict=True))
