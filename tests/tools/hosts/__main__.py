@@ -183,7 +183,7 @@ def page(found: Mapping[str, Any], seconds: float) -> str:
         "# Force fields and optimal control in their programs",
         "",
         f"`make hosts`, {datetime.date.today()}, torch {torch.__version__}, {processor}, one thread a process, "
-        f"{seconds / 60:.0f} minutes. No program imports PyTorch.",
+        f"{seconds:.0f} s. No program imports PyTorch.",
         "",
         f"{found['steps']} steps of molecular dynamics of {found['atoms']} atoms, by the shipped adapters and examples. Milliseconds are wall time.",
         "`drift` is the largest change of the total energy. `forces` compares the last forces with eager PyTorch in float64.",
