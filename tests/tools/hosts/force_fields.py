@@ -146,7 +146,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # the libraries' own
     torch.set_num_threads(1)
     file = options.docs.with_suffix(".json")
-    rows = json.loads(file.read_text()) if file.exists() else []
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
     for name in options.only.split(","):
         if importlib.util.find_spec(MODELS[name][1]) is None:
             print(f"{name}: left out, {MODELS[name][1]} is not installed")
@@ -156,7 +156,7 @@ def main() -> int:
                 found = measure(name, dtype, Path(folder))
             rows = [r for r in rows if (r["model"], r["dtype"]) != (name, found[0]["dtype"])] + found
             options.docs.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(rows, indent=1) + "\n")
+            file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
             options.docs.with_suffix(".md").write_text(page(rows))
     print(page(rows))
     return 0
