@@ -48,9 +48,9 @@ def lines(docs: Path) -> str:
     models, sizes = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
     of = f"{len(models)} models of {min(sizes):,} to {max(sizes):,} parameters"
     return (
-        f"- **Small models: a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**, since calls cost\n"
-        f"  less (geometric means over {of}). A module is {mean['module']} times as fast, but slower if\n"
-        "  it has few operators. **Larger models: a step is 1.1 to 3 times as fast as eager's best** ([more](docs/performance.md)).\n"
+        f"- **Small models: a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**, because calls\n"
+        f"  cost less (geometric means over {of}). A module is {mean['module']} times as fast, but slower if\n"
+        "  it has few operators. **Larger models: a step is 0.94 to 3 times as fast as eager's best** ([more](docs/performance.md)).\n"
     )
 
 
