@@ -8,7 +8,7 @@ output. ``partition.py`` makes the graphs that are compiled.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,12 +58,11 @@ def trace_program(
     signature: Callable[..., Any],
     kind: str = "module",
     first_only: bool = False,
-    eager_refuses: Callable[[Mapping[str, int]], bool] = lambda sizes: False,
 ) -> Joint:
     """Trace ``program`` on ``args`` and ``kwargs`` (real tensors; their ``requires_grad`` counts). ``kind``: of the entry.
 
-    ``first_only``: only the first output is differentiated; the others are returned, too. ``eager_refuses``: whether eager raises if the named sizes
-    have those values. Raise :class:`ExportError` with the cause if the gradients could not be correct.
+    ``first_only``: only the first output is differentiated; the others are returned, too. Raise :class:`ExportError` with the cause if the gradients
+    could not be correct.
     """
     diagnostics.refuse_inputs(args, kwargs)
     example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
@@ -75,17 +74,16 @@ def trace_program(
         no_unseen_randomness(),
     ):
         on_parameters = hooks.of_parameters(program, kind)
-        joint = _traced_with_retries(example, eager_refuses)
+        joint = _traced_with_retries(example)
     diagnostics.refuse_assigned_buffers(program, writes)
     return replace(joint, hooks=on_parameters)
 
 
-def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str, int]], bool]) -> Joint:
+def _traced_with_retries(example: _Example) -> Joint:
     """Trace, and retry at most once for each of these reasons, except for copies, which can need several retries:
 
     - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is supported if the program allows it. If it does
       not, and no ``Dim`` would be narrowed, sizes from 2 on are supported.
-    - A size of 0 or 1 that eager itself refuses is removed from the declared range.
     - Outputs that turn out to be views are copied.
     """
     copies: frozenset[int] = frozenset()
@@ -96,10 +94,6 @@ def _traced_with_retries(example: _Example, eager_refuses: Callable[[Mapping[str
             with sizes_of_one_open() if size_one else contextlib.nullcontext():
                 joint, views = _traced(example, copies)
         except (Narrowed, torch_api.ConstraintViolationError, torch_api.GuardOnDataDependentSymNode) as error:
-            minima = error.minimum if isinstance(error, Narrowed) else {}
-            if minima and all(eager_refuses({name: n - 1}) for name, n in minima.items()):
-                example = replace(example, dynamic_shapes=spellings.with_minimum(example.dynamic_shapes, minima))
-                continue
             if not size_one:
                 if first_error is None:
                     raise
@@ -134,12 +128,13 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
         try:
             torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
         except torch_api.ConstraintViolationError as error:
-            raise narrowed.refused(env, declared, places, error) or error from error
+            narrowed.raise_if_refused(env, declared, places, error)
         env.frozen = False  # the partitioner and the compiler still add guards
         sizes = Sizes.of_inputs(env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()})
-        symbol_dims = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
-        ranges = {name: narrowed.bounds(getattr(dim, "root", dim)) for name, dim in symbol_dims.items()}  # 2 * Dim("half") has a root
-        return replace(sizes, declared=ranges, places=places)
+        stated = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
+        roots = {name: getattr(dim, "root", dim) for name, dim in stated.items()}  # 2 * Dim("half") has a root
+        ranges = {name: narrowed.bounds(dim) for name, dim in roots.items()}
+        return replace(sizes, declared=ranges, dims={name: dim.__name__ for name, dim in roots.items()}, places=places)
 
     ambient = current_ambient(device_type(args, kwargs, example.program))
     facts = Described(fake_mode, ambient, tensor_names, argument_names, _in_tree(args, kwargs))

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -123,8 +123,19 @@ def decompositions() -> dict[Any, Any]:
         pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
         for operator in (aten.native_dropout.default, *products, *pooling):
             _DECOMPOSITIONS.pop(operator, None)
+        for operator in (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default):
+            _DECOMPOSITIONS[operator] = _for_fixed_sizes(_DECOMPOSITIONS[operator])
         _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros  # the gradient of sgn: native code would return it without memory
     return _DECOMPOSITIONS
+
+
+def _for_fixed_sizes(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the operator if a size is dynamic: the decomposition asks whether the windows divide the image."""
+
+    def decomposed(x: torch.Tensor, output_size: Any) -> Any:
+        return NotImplemented if any(isinstance(n, torch.SymInt) for n in x.shape) else decomposition(x, output_size)
+
+    return decomposed
 
 
 def _zeros(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> torch.Tensor:

@@ -1,16 +1,15 @@
-"""Check that a variant serves every declared size that eager accepts; otherwise the export fails."""
+"""Find the declared sizes that eager accepts and a variant does not serve. A few get a variant of their own; otherwise the export fails."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.export import Dim
 
 from aot_backward_runtime.errors import ExportError, InputError
 from aot_backward_runtime.format.expressions import evaluate
@@ -18,104 +17,121 @@ from aot_backward_runtime.format.manifest import SymbolSpec, VariantSpec
 from aot_backward_runtime.native.guards import Contract
 
 from ..capture import preserve
+from ..capture.shapes.narrowed import few_excluded
 from ..capture.shapes.symbolic_shapes import Sizes
-from .example_sizes import Example, resized, resized_to
+from .example_sizes import Example, resized
 
 _SIZES_TRIED = 3
 """How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values.
 The number is a guess."""
 
+_FEW = 2
+"""How many sizes of one ``Dim`` get a variant of their own: torch specialises 0 and 1, of the size or of one that is computed from it (the length
+after a convolution). More are a range that the program decides, and each costs an export."""
 
-def hold_declared_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> None:
-    """Raise :class:`ExportError` if ``spec`` does not serve declared sizes that eager serves."""
+
+@dataclass(frozen=True)
+class Unserved:
+    """A declared size that needs code of its own. ``dim``: the name of its ``Dim``; ``example``: the example at that size."""
+
+    dim: str
+    size: int
+    example: Example
+
+
+def unserved_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> list[Unserved]:
+    """Return the declared sizes that eager accepts and ``spec`` does not serve. Raise :class:`ExportError` if they are more than a few of one
+    ``Dim``, or depend on several."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
+    out = list[Unserved]()
 
-    def served(values: Mapping[str, int]) -> bool:
+    def accepted(values: Mapping[str, int]) -> Example | None:
         try:
-            return _eager_serves(program, example, [resized(spec, example, values)])
+            return _accepted_by_eager(program, resized(spec, example, values))
         except InputError:  # an example of size 0, which cannot be enlarged
+            return None
+
+    def needs_few(symbol: SymbolSpec, excluded: Sequence[int]) -> bool:
+        """Add a size for each of ``excluded`` that eager accepts. Return whether they are few."""
+        examples = {n: changed for n in excluded if (changed := accepted({**first, symbol.name: n}))}
+        if examples and (len(examples) > _FEW or symbol.name not in sizes.dims):
             return False
+        out.extend(Unserved(sizes.dims[symbol.name], n, changed) for n, changed in examples.items())
+        return True
 
     for symbol in spec.symbols:
         low, high = sizes.declared.get(symbol.name, (symbol.minimum, symbol.maximum))
-        for size in _beyond(symbol, low, high):
-            if served({**first, symbol.name: size}):
-                raise ExportError(
-                    f"{_label(symbol, spec)}: expected code for {_range(low, high)}, as declared, got code for "
-                    f"{_range(symbol.minimum, symbol.maximum)}{_where(sizes, symbol.name)}. Declare that range, and export a variant for other sizes"
-                )
+        below = few_excluded(lambda n: n >= symbol.minimum, low, symbol.minimum)  # noqa: B023 (called at once)
+        beyond = [symbol.maximum + 1] if symbol.maximum is not None and (high is None or symbol.maximum < high) else []
+        if (
+            not needs_few(symbol, below or [])
+            or (below is None and any(accepted({**first, symbol.name: n}) for n in (symbol.minimum - 1, low)))
+            or any(accepted({**first, symbol.name: n}) for n in beyond)
+        ):
+            raise ExportError(
+                f"{_label(symbol, spec)}: expected code for {_range(low, high)}, as declared, got code for "
+                f"{_range(symbol.minimum, symbol.maximum)}{_where(sizes, symbol.name)}. Declare that range, and export a variant for other sizes"
+            )
     for guard in spec.guards:
-        for values in itertools.islice(_against(guard, spec.symbols, sizes, first), _SIZES_TRIED):
-            if served(values):
-                text = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in spec.symbols if _occurs(s.name, guard))
+        guarded = [s for s in spec.symbols if _occurs(s.name, guard)]
+        if any(s.name not in sizes.declared for s in guarded):
+            continue  # it contains a size that is only a hint, which a trace may narrow
+        excluded = _violations(guard, guarded, sizes, first)
+        if any(needs_few(s, few) for s in guarded if (few := _few_values(s, guarded, guard, excluded, sizes)) is not None):
+            continue
+        for values in excluded[:_SIZES_TRIED]:
+            if accepted(values):
+                text = ", ".join(f"{_label(s, spec)} = {values[s.name]}" for s in guarded)
                 raise ExportError(
                     f"dynamic_shapes: expected code for all declared sizes, got code that is valid only if {contract.words(guard)}, which excludes "
                     f"{text}{_where(sizes, guard)}. Declare ranges for which that holds, or a relation (one Dim for both), or say Dim.AUTO, and "
                     "export a variant for other sizes"
                 )
+    return list({(u.dim, u.size): u for u in out}.values())
 
 
-def eager_refuses(program: nn.Module, example: Example, declared: Sequence[tuple[int, int, Any]], sizes: Mapping[str, int]) -> bool:
-    """Return whether eager raises if each ``Dim`` in ``sizes`` has that size. ``declared``: as ``dynamic_shapes.declared`` returns it."""
-    shapes = [list(t.shape) for t in example.tensors]
-    for number, dim, size in declared:
-        if isinstance(size, Dim) and size.__name__ in sizes:
-            shapes[number][dim] = sizes[size.__name__]
-    try:
-        changed = [resized_to(t, shape) for t, shape in zip(example.tensors, shapes, strict=True)]
-    except InputError:
-        return False
-    return not _eager_serves(program, example, [example.with_tensors(changed)])
-
-
-def _eager_serves(program: nn.Module, example: Example, examples: Sequence[Example]) -> bool:
-    """Try also with zeros for integers: an index may be out of range if a size is smaller than the example's."""
-    for candidate in (*examples, *(e.with_tensors([_zeros_for_integers(t) for t in e.tensors]) for e in examples)):
+def _accepted_by_eager(program: nn.Module, example: Example) -> Example | None:
+    """Return ``example`` if eager runs it, else ``example`` with zeros for integers if eager runs that: an index may be out of range if a size is
+    smaller than the example's."""
+    for candidate in (example, example.with_tensors([_zeros_for_integers(t) for t in example.tensors])):
         with (
-            preserve.in_mode(program, example.mode),
+            preserve.in_mode(program, candidate.mode),
             preserve.slots_kept(program),
             preserve.values_kept(program.buffers()),
             torch.no_grad(),
             contextlib.suppress(Exception),  # eager refuses the sizes with any exception
         ):
             program(*candidate.args, **candidate.kwargs)
-            return True
-    return False
+            return candidate
+    return None
 
 
 def _zeros_for_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool else torch.zeros_like(tensor)
 
 
-def _beyond(symbol: SymbolSpec, low: int, high: int | None) -> Iterator[int]:
-    """Yield declared sizes that are not served: the sizes next to the range, and the smallest."""
-    if symbol.minimum > low:
-        yield from {symbol.minimum - 1, low}
-    if symbol.maximum is not None and (high is None or symbol.maximum < high):
-        yield symbol.maximum + 1
+def _few_values(
+    symbol: SymbolSpec, guarded: Sequence[SymbolSpec], guard: str, violations: Sequence[Mapping[str, int]], sizes: Sizes
+) -> list[int] | None:
+    """Return the values of ``symbol`` without which ``guard`` holds for every size if they are few, else None."""
+    if len(guarded) == 1:
+        return few_excluded(lambda n: bool(evaluate(guard, {symbol.name: n})), symbol.minimum, sizes.declared[symbol.name][1])
+    values = sorted({v[symbol.name] for v in violations})
+    return values if len(values) <= _FEW else None
 
 
-def _against(guard: str, symbols: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield declared sizes that violate ``guard``, sizes that only enlarge the example first. Yield none if the guard contains a size that is only a
-    hint, because a trace may narrow it."""
-    guard_symbols = [s for s in symbols if _occurs(s.name, guard)]
-    if any(s.name not in sizes.declared for s in guard_symbols):
-        return
+def _violations(guard: str, guarded: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> list[dict[str, int]]:
+    """Return declared sizes within the symbols' ranges that violate ``guard``, sizes that only enlarge the example first."""
     choices = []
-    for symbol in guard_symbols:
-        low, high = sizes.declared[symbol.name]
-        options = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | {
-            2 * first[symbol.name],
-            *([high] if high is not None and high < 100 else []),
-        }
+    for symbol in guarded:
+        low, high = symbol.minimum, sizes.declared[symbol.name][1]
+        near = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | set(range(low, low + 8))
+        options = near | {2 * first[symbol.name], *([high] if high is not None and high < 100 else [])}
         choices.append(sorted(n for n in options if low <= n and (high is None or n <= high)))
-    candidates = [
-        {**first, **dict(zip((s.name for s in guard_symbols), values, strict=True))}
-        for values in itertools.product(*choices)
-        if not evaluate(guard, {**first, **dict(zip((s.name for s in guard_symbols), values, strict=True))})
-    ]
-    yield from sorted(candidates, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
+    assignments = [{**first, **dict(zip((s.name for s in guarded), values, strict=True))} for values in itertools.product(*choices)]
+    violations = [values for values in assignments if not evaluate(guard, values)]
+    return sorted(violations, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
 
 
 def _occurs(name: str, guard: str) -> bool:

@@ -23,14 +23,14 @@ from ..capture import higher_order, partition, program_module
 from ..capture.joint_graph import Joint
 from ..capture.user_code import source_location
 from ..checks import eager_check, speed
-from ..checks.declared_sizes import hold_declared_sizes
+from ..checks.declared_sizes import unserved_sizes
 from ..checks.example_sizes import Example, sizes_to_check
 from ..checks.named_results import Wrt
 from ..checks.stored_results import Stored
 from ..entries import Function, Grad, Module, Variant
 from . import tuning
 from .contents import Check, Contents
-from .variant_capture import Names, captured_variant, requiring_gradients, resolve_names
+from .variant_capture import Names, add_further_variants, captured_variant, requiring_gradients, resolve_names
 from .variant_spec import variant_spec
 
 Weights = Mapping[str, tuple[str, torch.Tensor]]
@@ -46,6 +46,7 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     persistent = set(program.state_dict(keep_vars=True))
     layers = layers_of(program) if program is fn and isinstance(entry, Module) else ()
+    pending = list(entry.variants)  # grows if code for some sizes does not serve others
     variants, examples, cases = list[VariantSpec](), list[Example](), list[eager_check.Case]()
     wrt: Wrt = ()
 
@@ -60,12 +61,12 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
         )
         return _grad_entry(spec, entry, wrt) if isinstance(entry, Grad) else spec
 
-    for i, variant in enumerate(entry.variants):
+    for i, variant in enumerate(pending):
         mode = (variant.mode or ("train" if program.training else "eval")) if isinstance(fn, nn.Module) else ""
         with captured_variant(
             contents,
             name,
-            (i, len(entry.variants)),
+            (i, len(pending)),
             variant,
             program,
             module=program,
@@ -82,12 +83,13 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
                 wrt = tuple(_by_number(targets or [], joint, weights))
                 candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, submodules)]
             check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, candidates[0].graphs)))
-            label = f"{name} variant {i}" if len(entry.variants) > 1 else name
+            label = f"{name} variant {i}" if len(pending) > 1 else name
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, check_case.wrt), example)
             case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint)
             choice = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
-            hold_declared_sizes(choice.spec(), joint.sizes, program, example)
             variants.append(choice.spec())
+            unserved = unserved_sizes(variants[-1], joint.sizes, program, example)
+            add_further_variants(contents, name, pending, i, len(entry.variants), unserved, signature)
             examples.append(example)
             cases.append(check_case)
 

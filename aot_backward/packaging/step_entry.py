@@ -20,13 +20,13 @@ from ..capture.joint_graph import Joint
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..checks import speed, step_check
-from ..checks.declared_sizes import hold_declared_sizes
+from ..checks.declared_sizes import unserved_sizes
 from ..checks.example_sizes import Example, sizes_to_check
 from ..checks.stored_results import Stored
 from ..entries import Step
 from . import tuning
 from .contents import Check, Contents
-from .variant_capture import captured_variant
+from .variant_capture import add_further_variants, captured_variant
 from .variant_spec import variant_spec
 
 _WHOLE = "whole"
@@ -51,7 +51,8 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
     weights = {n: (contents.weight_key(name, n, t), t.detach()) for n, t in state.items()}
     variants, captures = [], list[_Captured]()
     step_state: steps.StepState | None = None
-    for i, variant in enumerate(entry.variants):
+    pending = list(entry.variants)  # grows if code for some sizes does not serve others
+    for i, variant in enumerate(pending):
         if variant.requires_grad is not None:
             raise ExportError(f"entry {name!r}: requires_grad names inputs, but a training step does not return gradients of inputs")
         mode = variant.mode or ("train" if entry.module.training else "eval")
@@ -59,7 +60,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         with captured_variant(
             contents,
             name,
-            (i, len(entry.variants)),
+            (i, len(pending)),
             variant,
             program,
             module=entry.module,
@@ -94,7 +95,8 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
                     step_state = dataclasses.replace(step_state, spec=dataclasses.replace(step_state.spec, update=plan))
             contents.compile(partitions.graphs, joint)
             variants.append(variant_spec(mode, joint, partitions))
-            hold_declared_sizes(variants[-1], joint.sizes, program, example)
+            unserved = unserved_sizes(variants[-1], joint.sizes, program, example)
+            add_further_variants(contents, name, pending, i, len(entry.variants), unserved, program.signature(variant.args))
             captures.append((example, partitions.graphs, joint))
     assert step_state is not None
     for n, tensor in step_state.tensors.items():

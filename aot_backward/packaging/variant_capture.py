@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..capture.joint_graph import Joint
 from ..capture.shapes import dynamic_shapes
 from ..capture.trace import trace_program
 from ..capture.user_code import source_location
-from ..checks.declared_sizes import eager_refuses
+from ..checks.declared_sizes import Unserved
 from ..checks.example_sizes import Example
 from ..entries import Variant
 from .contents import Contents
@@ -67,12 +67,48 @@ def captured_variant(
             signature=signature,
             kind=kind,
             first_only=kind != "module",
-            eager_refuses=functools.partial(eager_refuses, program, example, declared_shapes),
         )
         for fixed in dynamic_shapes.left_fixed(declared_shapes, joint.input_names, joint.inputs):
             contents.progress(f"{stage}: Dim.AUTO became static, {fixed}", number, total)
         yield example, targets, joint
     contents.progress(stage, number + 1, total)
+
+
+_MOST_FURTHER = 8
+"""How many variants :func:`add_further_variants` adds to an entry at most. Each costs an export, and with several sizes their number multiplies."""
+
+
+def add_further_variants(
+    contents: Contents,
+    name: str,
+    variants: MutableSequence[Variant],
+    number: int,
+    given: int,
+    unserved: Sequence[Unserved],
+    signature: Callable[..., Any],
+) -> None:
+    """Append to ``variants`` one for each of the sizes that ``variants[number]`` does not serve, with that size fixed, unless it is among them.
+
+    ``given``: how many of ``variants`` are the caller's. Raise :class:`ExportError` if there would be too many."""
+    variant = variants[number]
+    for one in unserved:
+        shapes = dynamic_shapes.normalized(variant.dynamic_shapes, signature, variant.args, variant.kwargs) or {}
+        fixed = dynamic_shapes.with_fixed(shapes, one.dim)
+        new = dataclasses.replace(variant, args=one.example.args, kwargs=one.example.kwargs, dynamic_shapes=fixed)
+        if any(_covers(other, new) for other in variants[given:]):
+            continue
+        if len(variants) - given == _MOST_FURTHER:
+            raise ExportError(
+                f"{name}: expected at most {_MOST_FURTHER} sizes that need code of their own, got more, such as {one.dim}={one.size}. Declare ranges "
+                "without them, and export variants for those that you need"
+            )
+        variants.append(new)
+        contents.progress(f"capture {name}: another variant for {one.dim}={one.size}", number + 1, len(variants))
+
+
+def _covers(variant: Variant, new: Variant) -> bool:
+    shapes = [[t.shape for t in Example(v.args, v.kwargs or {}, "").tensors] for v in (variant, new)]
+    return shapes[0] == shapes[1] and variant.dynamic_shapes == new.dynamic_shapes
 
 
 def _prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:

@@ -114,13 +114,11 @@ def is_hint(size: Any) -> bool:
     return isinstance(size, _Hint) and size.type != Dim.STATIC.type
 
 
-def with_minimum(shapes: Mapping[str, Any], least: Mapping[str, int]) -> dict[str, Any]:
-    """Return ``shapes``, in which each ``Dim`` that ``least`` names gets that minimum."""
+def with_fixed(shapes: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return ``shapes`` with the ``Dim`` of that name, and sizes that follow from it (``2 * Dim("half")``), fixed."""
 
     def one(size: Any) -> Any:
-        if type(size) is Dim and size.__name__ in least:
-            return Dim(size.__name__, min=least[size.__name__], max=size.max)
-        return size
+        return Dim.STATIC if isinstance(size, Dim) and getattr(size, "root", size).__name__ == name else size
 
     return dict(pytree.tree_map(one, dict(shapes)))
 

@@ -1,8 +1,10 @@
-"""Explain which dynamic sizes the program narrows, at which line, and how the user can change that."""
+"""Explain which dynamic sizes the program narrows, at which line, and how the user can change that.
+
+A few sizes that the traced code does not serve are no error here: each gets a variant of its own (``checks.declared_sizes``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +19,27 @@ from .symbolic_shapes import expression_of, write
 
 
 class Narrowed(Exception):
-    """Raised if the program does not allow the declared sizes. ``minimum``: if only the sizes 0 and 1 are refused, the smallest supported size by
-    name of the ``Dim``."""
+    """Raised if the program does not allow the declared sizes."""
 
-    def __init__(self, message: str, minimum: Mapping[str, int]):
-        super().__init__(message)
-        self.minimum = dict(minimum)
+
+_FEW_EXCLUDED = 8
+"""How many excluded sizes are listed. With ``Dim("length")``, which is from 0, and a kernel of 5, there are six; eager refuses five of them."""
+
+
+def few_excluded(holds: Callable[[int], bool], low: int, high: int | None) -> list[int] | None:
+    """Return the sizes from ``low`` to ``high`` that ``holds`` excludes if they are few, else None.
+
+    Tried are 256 sizes from ``low`` on, and further ones around powers of 2: a trace compares quotients, remainders and products of small numbers, or
+    a number of elements with the limit of an index."""
+    last = 1 << 40 if high is None else high
+    powers = {(1 << power) + k for power in range(8, 41) for k in (-1, 0, 1)}
+    out = []
+    for size in (*range(low, min(low + 256, last + 1)), *sorted(n for n in {*powers, last} if low + 256 <= n <= last)):
+        if not holds(size):
+            out.append(size)
+            if len(out) > _FEW_EXCLUDED:
+                return None
+    return out
 
 
 @dataclass
@@ -66,15 +83,15 @@ def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torc
     return list(declared.values())
 
 
-def refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> Narrowed | None:
-    """Explain ``error``, a ``ConstraintViolationError`` of torch, once per size; return None if the guards do not show the cause."""
-    reasons, minimum, minimum_suffices = list[str](), dict[str, int](), True
-    derived = any(dim.named and type(dim.size) is not Dim for dim in declared)  # such as 2 * Dim("half"): its range follows from another one
+def raise_if_refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> None:
+    """Raise ``error``, a ``ConstraintViolationError`` of torch, explained once per size, unless only a few sizes are excluded."""
+    reasons, few = list[str](), False
     for n, dim in enumerate(declared):
         narrowing = _narrowing(env, dim, declared[n:])
-        if narrowing is None:
+        if narrowing is None or narrowing is _FEW:
+            few |= narrowing is _FEW
             continue
-        guard, text, advice, least = narrowing
+        guard, text, advice = narrowing
         origin = places.get(guard, GuardOrigin())
         if origin.transformed and expression_of(dim.value).is_Integer:
             advice = (
@@ -83,13 +100,10 @@ def refused(env: Any, declared: Sequence[Declared], places: Places, error: Excep
             )
         where = "".join(f", {part}" for part in (origin.where, origin.operator) if part)
         reasons.append(f"{dim.label} is {_range(dim)}, and the program{where and f'{where},'} is valid {text}: {advice}")
-        if dim.named and least is not None and not derived:
-            minimum[dim.size.__name__] = least
-        else:
-            minimum_suffices = False
-    if not reasons:
-        return None
-    return Narrowed(". ".join(reasons), minimum if minimum_suffices else {})
+    if reasons:
+        raise Narrowed(". ".join(reasons)) from error
+    if not few:
+        raise error
 
 
 def _range(one: Declared) -> str:
@@ -99,35 +113,39 @@ def _range(one: Declared) -> str:
     return f"declared to be {low} and more" if high is None else f"declared to be {low} to {high}"
 
 
-def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any, str, str, int | None] | None:
-    """Return the guard, its text, a remedy, and the minimum that satisfies the guard if a minimum is enough."""
+_FEW = None, "", ""
+
+
+def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any, str, str] | None:
+    """Return the guard, its text and a remedy; ``_FEW`` if the guards exclude a few sizes; None if they exclude none."""
     value = expression_of(one.value)
     if value.is_Integer:
         equalities = [g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)]
         guard = next((e for e in equalities if any(part.is_Integer for part in e.args)), (equalities or [None])[0])
         advice = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
-        return guard, f"only for {value} (guard: {one.place} == {value})", advice, None
+        return guard, f"only for {value} (guard: {one.place} == {value})", advice
     names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)
     for other in later:
         if one is not other and one.named and other.named and value.free_symbols & {env.replace(s) for s in other.symbols} and value.is_Symbol:
             guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
             advice = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
-            return (guards or [None])[0], f"only if it is equal to {other.label}", advice, None
+            return (guards or [None])[0], f"only if it is equal to {other.label}", advice
     if type(one.size) is not Dim:  # a hint may be narrowed; only torch knows the bounds of 2 * Dim("half")
         return None
-    unmet_guards = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols and not _holds(g.expr, one.range)]
+    guards = [g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= one.symbols]
+    if value.is_Symbol:  # torch may have put a guard into the range instead
+        guards.append(sympy.Ge(value, env.var_to_range[value].lower))
+    unmet_guards = [g for g in guards if not _holds(g, one.range)]
     if not unmet_guards:
         return None
-    low, high = bounds(one.size)
-    least = next((n for n in (1, 2) if n > low and (high is None or n <= high) and all(_holds(g, _from(n, one)) for g in unmet_guards)), None)
+
+    def served(size: int) -> bool:
+        return all(g.xreplace(dict.fromkeys(g.free_symbols, sympy.Integer(size))) == True for g in unmet_guards)  # noqa: E712 (a sympy relation)
+
+    if few_excluded(served, *bounds(one.size)) is not None:
+        return _FEW
     condition = write(unmet_guards[0], names).removeprefix("(").removesuffix(")")
-    if least is not None:
-        return unmet_guards[0], f"only if {condition}", f"declare min={least}, and export a variant for a size of {least - 1}", least
-    return unmet_guards[0], f"only if {condition}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO", None
-
-
-def _from(least: int, one: Declared) -> Any:
-    return torch_api.ValueRanges(least, one.range.upper)
+    return unmet_guards[0], f"only if {condition}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO"
 
 
 def _holds(guard: Any, allowed: Any) -> bool:

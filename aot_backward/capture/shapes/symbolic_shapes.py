@@ -76,12 +76,13 @@ def expression_of(size: int | torch.SymInt) -> Any:
 @dataclass
 class Sizes:
     """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the range of each symbol with a
-    ``Dim``, by name; ``places``: the origin of each guard."""
+    ``Dim``, by name; ``dims``: the names of those ``Dim``; ``places``: the origin of each guard."""
 
     shape_env: Any
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
     symbols: tuple[SymbolSpec, ...] = ()
     declared: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    dims: dict[str, str] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
     @classmethod
@@ -112,7 +113,8 @@ class Sizes:
             finite = upper.is_Integer and int(upper) < 1 << 62
             sizes.names[symbol] = f"s{n}"
             label = labels.get((i, d), f"s{n}") if (scale, offset) == (1, 0) else f"s{n}"
-            specs.append(SymbolSpec(f"s{n}", label, i, d, max(0, int(bounds.lower)), int(upper) if finite else None, scale, offset))
+            least = _without_excluded(shape_env, symbol, max(0, int(bounds.lower)))
+            specs.append(SymbolSpec(f"s{n}", label, i, d, least, int(upper) if finite else None, scale, offset))
         sizes.symbols = tuple(specs)
         return sizes
 
@@ -191,3 +193,14 @@ class Sizes:
             expression, {symbol: torch_api.ValueRanges(spec.minimum if traced else min(max(spec.minimum, 2), maximum), maximum)}
         )
         return bool(result.is_singleton() and result.lower == True)  # noqa: E712
+
+
+_FIRST_SIZES = 8
+"""How many of the smallest sizes guards may exclude from a range; a guard that excludes more is stated by itself."""
+
+
+def _without_excluded(shape_env: Any, symbol: sympy.Symbol, low: int) -> int:
+    """Return the first size from ``low`` on that no guard on ``symbol`` alone excludes; ``low`` if that is far."""
+    guards = [g.expr for g in shape_env.guards if g.expr.free_symbols == {symbol}]
+    allowed = (n for n in range(low, low + _FIRST_SIZES) if not any(g.xreplace({symbol: sympy.Integer(n)}) == False for g in guards))  # noqa: E712
+    return next(allowed, low)

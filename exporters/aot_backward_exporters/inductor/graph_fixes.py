@@ -20,6 +20,9 @@ with them and 2.7 to 3.7 with generated code. The pooling of most images, though
 (``rewrites.max_pooling``)."""
 
 
+_ADAPTIVE_POOLING = (torch.ops.aten._adaptive_avg_pool2d.default, torch.ops.aten.adaptive_max_pool2d.default)
+
+
 def copied(module: GraphModule) -> GraphModule:
     """Return a copy for Inductor, which modifies its input; tensors are shared."""
     out = GraphModule(module, copy.deepcopy(module.graph))
@@ -58,10 +61,11 @@ def _miscompiled(node: Node) -> bool:
 
 
 def _would_fix_sizes(node: Node) -> bool:
-    """Return whether it is the backward of a convolution over dynamic lengths: to order the strides, Inductor's lowering (torch 2.13) fixes them."""
-    return node.target is torch.ops.aten.convolution_backward.default and any(
-        isinstance(s, torch.SymInt) for operand in node.all_input_nodes[:2] for s in operand.meta["val"].stride()
-    )
+    """Return whether Inductor's lowering (torch 2.13) fixes dynamic sizes: of the backward of a convolution to order the strides, of adaptive pooling
+    to write the windows out."""
+    if node.target is torch.ops.aten.convolution_backward.default:
+        return any(isinstance(s, torch.SymInt) for operand in node.all_input_nodes[:2] for s in operand.meta["val"].stride())
+    return node.target in _ADAPTIVE_POOLING and any(isinstance(s, torch.SymInt) for s in node.all_input_nodes[0].meta["val"].shape)
 
 
 _WRITES_INTO_FIRST = frozenset({

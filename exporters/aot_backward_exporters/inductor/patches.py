@@ -87,6 +87,22 @@ def exact_expm1() -> contextlib.AbstractContextManager[None]:
     return patched(torch_api.CppVecOverrides, expm1=staticmethod(lambda x: f"{x}.expm1()"))
 
 
+def scatters_to_one_place() -> contextlib.AbstractContextManager[None]:
+    """Let a vectorised loop add all its values to one element, such as ``index_add`` into a tensor of size 1: Inductor (torch 2.13) asserts that the
+    position differs from value to value."""
+    kernel = torch_api.CppVecKernel
+    original = kernel.store
+
+    def store(self: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
+        if mode == "atomic_add":
+            place = torch_api.V.ops.index_expr(self.rename_indexing(index), torch.int64)
+            if not place.is_vec:
+                index = sympy.Symbol(str(self.broadcast(place)), integer=True, nonnegative=True)
+        original(self, name, index, value, mode)
+
+    return patched(kernel, store=store)
+
+
 def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
     """Compute a view's strides for sizes other than 1, if they exist: the stride of a size of 1 does not matter."""
     module, name = torch_api.strides_of_view()
