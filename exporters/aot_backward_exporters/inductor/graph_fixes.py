@@ -20,7 +20,7 @@ with them and 2.7 to 3.7 with generated code. The pooling of most images, though
 (``rewrites.max_pooling``)."""
 
 
-_ADAPTIVE_POOLING = (torch.ops.aten._adaptive_avg_pool2d.default, torch.ops.aten.adaptive_max_pool2d.default)
+_ADAPTIVE_POOLING = (aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default)
 
 
 def copied(module: GraphModule) -> GraphModule:
