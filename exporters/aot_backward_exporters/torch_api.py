@@ -262,6 +262,17 @@ def clear_kernel_cache(operator: Any) -> None:
     operator._dispatch_cache.clear()
 
 
+def call_kernel(operator: Any, key: Any, *args: Any) -> Any:
+    """Call torch's own kernel of ``operator`` for a dispatch key, also if Python code replaces it (``OpOverload._op_dk``, 2.11 to 2.15)."""
+    return operator._op_dk(key, *args)
+
+
+def kernel_lookup() -> tuple[Any, str]:
+    """Return the class of operators and the name of its method that looks up, once, the kernel for a dispatch key (``OpOverload._get_dispatch``, 2.11
+    to 2.15)."""
+    return __getattr__("OpOverload"), "_get_dispatch"
+
+
 def donate_no_inputs(lowering: Any) -> None:
     """Keep Inductor from writing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11 to 2.15)."""
     lowering.bw_donated_idxs = None

@@ -230,6 +230,57 @@ def test_transforms_in_the_program_keep_the_batch_open(tmp_path: Path) -> None:
         close(function(*args), module(*args))
 
 
+BESIDE_A_CONSTANT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cat": lambda x, u: torch.cat([u, x.square()], 1),
+    "stack": lambda x, u: torch.stack([x[:, :2].sin(), u], 2),
+    "where": lambda x, u: torch.where(u[:, :1] > 0, x * x, u[:, :1]),
+    "mm": lambda x, u: u.T @ x.exp(),
+    "bmm": lambda x, u: torch.bmm(x[:, :, None].sin(), u[:, None]),
+    "div": lambda x, u: u[:, :1] / (1 + x * x) + x / (1 + u[:, :1] ** 2),
+    "mul": lambda x, u: x * u[:, :1],
+    "atan2": lambda x, u: torch.atan2(x[:, :2], u),
+    "lerp": lambda x, u: torch.lerp(u, x[:, :2].exp(), 0.3),
+    "index_put": lambda x, u: u.index_put((torch.tensor([0]),), x[:1, :2].sin()),
+    "mse_loss": lambda x, u: nn.functional.mse_loss(x[:, :2], u),
+}
+
+
+def along_x(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return the derivative by ``x`` alone, in the direction of ones."""
+    return lambda x, u: jvp(lambda x: f(x, u), (x,), (torch.ones_like(x),))[1]
+
+
+class Partial(nn.Module):
+    """First and second derivatives by one of two arguments, as in physics-informed networks: the other argument has no tangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = dynamics(torch.float64)
+
+    def forward(self, x: torch.Tensor, u: torch.Tensor) -> dict[str, Any]:
+        functions = BESIDE_A_CONSTANT | {"net": self.net}
+        return {name: (along_x(f)(x, u), along_x(along_x(f))(x, u)) for name, f in functions.items()}
+
+
+def test_forward_mode_by_one_of_two_arguments_keeps_the_batch_open(tmp_path: Path) -> None:
+    module, points = Partial(), {0: torch.export.Dim("points", min=1)}
+    x, u = inputs(3, torch.float64)
+    ab.export_module(module, (x.requires_grad_(), u), dynamic_shapes=(points, points), path=tmp_path / "partial.pt2")
+    loaded = load(tmp_path / "partial.pt2").module()
+    for n in (1, 3, 7):
+        args = inputs(n, torch.float64)
+        gradients = []
+        for of in (module, loaded):
+            x = args[0].clone().requires_grad_()
+            values = of(x, args[1])
+            sum(v.square().sum() for v in torch.utils._pytree.tree_leaves(values)).backward()
+            gradients.append([x.grad, *(p.grad for p in of.parameters())])
+            for p in of.parameters():
+                p.grad = None
+        close(values, module(*args))
+        close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("rule", ["layer_norm", "sort"])
 def test_a_transform_that_fixes_the_batch_is_named(tmp_path: Path, rule: str) -> None:
     """Also if only its backward reads the size."""

@@ -1,8 +1,8 @@
 """Replacements for operators with C++ code that reads sizes as numbers, which fixes a dynamic size; these keep it symbolic.
 
 The second derivative of ``sgn`` (and so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that stand for zeros, without
-memory; operators on one ask for its sizes. The rules of ``torch.func.vmap`` for ``cat`` and for the gradients of slices ask for the number of mapped
-items.
+memory; operators on one ask for its sizes, and so do ``cat`` and ``stack`` to make one. The rules of ``torch.func.vmap`` for ``cat`` and for the
+gradients of slices ask for the number of mapped items.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwd
+from torch.utils._pytree import tree_map
 
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.process_state import exclusive
+from aot_backward_exporters.process_state import exclusive, patched
 from aot_backward_runtime.torch_api import is_zerotensor
 
 aten = torch.ops.aten
@@ -30,15 +32,18 @@ def carried() -> Iterator[None]:
         (aten.add.Tensor, zero): _sum,
         (aten.sub.Tensor, zero): _difference,
         (aten.mul.Tensor, zero): _zeros,
+        (aten.div.Tensor, zero): _quotient,
         (aten.linalg_cross.default, zero): _zeros,
+        (aten._has_same_storage_numel.default, zero): lambda x, y: True,
         (aten.view.default, zero): _viewed,
         (aten.sgn.default, autograd): _sign,
+        (aten.cat.default, autograd): functools.partial(_with_tangents, aten.cat.default),
+        (aten.stack.default, autograd): functools.partial(_with_tangents, aten.stack.default),
         (aten.cat.default, batched): _joined,
         (aten.slice_backward.default, batched): functools.partial(_placed, aten.slice_backward.default),
         (aten.select_backward.default, batched): functools.partial(_placed, aten.select_backward.default),
     }
-    kernels |= {(operator, zero): functools.partial(_with_memory, operator) for operator in _ACTIVATIONS}
-    with exclusive(), contextlib.ExitStack() as stack:
+    with exclusive(), _fallback(zero, _with_memory), contextlib.ExitStack() as stack:
         for (operator, key), kernel in kernels.items():
             if key not in operator.py_kernels:
                 operator.py_kernels[key] = kernel
@@ -48,24 +53,37 @@ def carried() -> Iterator[None]:
         yield
 
 
-_ACTIVATIONS = tuple(
-    getattr(aten, f"{name}_backward").default
-    for name in ("elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "mish", "sigmoid", "silu", "softplus", "tanh")
-)
+@contextlib.contextmanager
+def _fallback(key: Any, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Call ``kernel(operator, *args)`` for operators that have no kernel of their own for the dispatch key ``key``."""
+    operators, method = torch_api.kernel_lookup()
+    look_up = getattr(operators, method)
+
+    def with_fallback(operator: Any, asked: Any) -> Any:
+        own = asked != key or operator.has_kernel_for_dispatch_key(key)
+        return look_up(operator, asked) if own else functools.partial(kernel, operator)
+
+    with patched(operators, **{method: with_fallback}):
+        yield
 
 
 def _with_memory(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``operator`` on plain zeros."""
-    plain = (torch.zeros([], dtype=v.dtype, device=v.device).expand(v.shape) if _is_zeros(v) else v for v in args)
-    return operator(*plain, **kwargs)
+    """Call ``operator`` on plain zeros, as torch's own kernel for operators that know nothing of such tensors does."""
+    return operator(*tree_map(_plain, args), **kwargs)
 
 
-def _is_zeros(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_zerotensor(value)
+def _plain(value: Any) -> Any:
+    if not (isinstance(value, torch.Tensor) and is_zerotensor(value)):
+        return value
+    return torch.zeros([], dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _zeros(x: Any, y: Any, **_: Any) -> Any:
     return aten._efficientzerotensor(torch.broadcast_shapes(x.shape, y.shape), dtype=_common_dtype(x, y), device=x.device)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    return _with_memory(aten.div.Tensor, x, y) if is_zerotensor(y) else _zeros(x, y)
 
 
 def _viewed(x: Any, sizes: Sequence[Any]) -> Any:
@@ -93,14 +111,19 @@ def _sign(x: Any) -> Any:
     """Use ``sign`` for real numbers: its derivative keeps sizes symbolic. The derivative of ``sgn`` for complex numbers does so itself."""
     if not x.is_complex():
         return aten.sign(x)
-    operator, key = aten.sgn.default, torch_api.DispatchKey.Autograd
-    del operator.py_kernels[key]
-    torch_api.clear_kernel_cache(operator)
-    try:
-        return operator(x)
-    finally:
-        operator.py_kernels[key] = _sign
-        torch_api.clear_kernel_cache(operator)
+    return torch_api.call_kernel(aten.sgn.default, torch_api.DispatchKey.Autograd, x)
+
+
+def _with_tangents(operator: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Join tensors of which some have a tangent: zeros for the others, which torch would make of their sizes as numbers."""
+    has = [fwd.unpack_dual(t, level=0).tangent is not None for t in tensors]
+    if any(has):
+        tensors = [t if known else _with_zeros(t.contiguous()) for t, known in zip(tensors, has, strict=True)]
+    return torch_api.call_kernel(operator, torch_api.DispatchKey.Autograd, tensors, dim)
+
+
+def _with_zeros(x: torch.Tensor) -> torch.Tensor:
+    return fwd.make_dual(x, torch.zeros(x.shape, dtype=x.dtype, device=x.device), level=0)
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
