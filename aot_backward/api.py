@@ -45,8 +45,9 @@ def export(
         entries: The programs to export, by name: each a :class:`Module`, a :class:`Function`, a :class:`Grad` or a
             :class:`Step`.
         target: The processors or the GPUs to compile for; separate several by commas, and ``load`` takes the best one for its machine. "cpu" is any
-            x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one, "cpu:avx512" a newer one. "cuda" is this machine's GPU.
-            "cuda:sm_90" and others are GPUs that need not be here (``docs/rebuild.md``).
+            x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one, "cpu:avx512" a newer one, "cpu:neon" a 64-bit one of Arm,
+            which needs a compiler for it (``docs/how-to/raspberry-pi.md``). "cuda" is this machine's GPU. "cuda:sm_90" and
+            others are GPUs that need not be here (``docs/rebuild.md``).
         weights: Whether to write the weights too. Without them, bind yours with ``load(path, weights=…)``.
         portable: Whether to write the graphs as data too. Without them the package can neither be rebuilt for another torch or target nor converted.
         tune: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships the fastest; it logs a warning

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import math
 import pickle
+import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.tensor_bytes import tensor_chunks
 
-from . import step_check, stored_results
+from . import emulated, step_check, stored_results
 from .example_sizes import SEED
 from .named_results import Named
 from .stored_results import as_dtype
@@ -50,8 +51,9 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
     return sorted(missing_operators | {o.replace("::", ".") for o in by_name})
 
 
-def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor]) -> str:
-    """Return :data:`VERIFIED`, or an error, for an entry of the package at ``path``, which has the stored ``examples``."""
+def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor], machine: str) -> str:
+    """Return :data:`VERIFIED`, or an error, for an entry of the package at ``path``, which has the stored ``examples`` and code for ``machine`` only.
+    Code for another machine than this one runs in an emulator."""
     for number in range(len(entry.variants)):
         prefix = f"{name}/{number}/"
         stored = {key.removeprefix(prefix): t for key, t in examples.items() if key.startswith(prefix)}
@@ -59,7 +61,7 @@ def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torc
             return ""
         file = path.with_suffix(".results")
         try:
-            results = _results(path, file, name, entry, number, stored)
+            results = _results(path, file, name, entry, number, stored, machine)
             difference = _difference(results, stored, as_stored=entry.kind == "step")
         except _Failed as error:
             return f"fails: {str(error).removeprefix(f'package {path}: ')}"
@@ -91,7 +93,7 @@ def _difference(results: Named, stored: Mapping[str, torch.Tensor], *, as_stored
     return ""
 
 
-def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor]) -> Named:
+def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor], machine: str) -> Named:
     """Run that variant of the entry on its stored example in a separate process."""
     variant, states = entry.variants[number], _states(entry)
     request = {
@@ -111,15 +113,19 @@ def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, s
         ],
         "states": states,
     }
-    process = subprocess.run([sys.executable, "-P", _PROCESS], input=pickle.dumps(request), capture_output=True)
-    if process.returncode:
-        message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _Failed(f"the process ended with status {process.returncode}{message and f': {message}'}")
-    answer = pickle.loads(process.stdout)  # noqa: S301  # written by the process above
+    answer = _answer(request) if machine == platform.machine() else emulated.run(request, machine)
     if "error" in answer:
         raise _Failed(answer["error"])
     data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8) if file.stat().st_size else torch.empty(0, dtype=torch.uint8)
     return _named(answer["results"], data, entry, variant, states, stored)
+
+
+def _answer(request: Mapping[str, Any]) -> Any:
+    process = subprocess.run([sys.executable, "-P", _PROCESS], input=pickle.dumps(request), capture_output=True)
+    if process.returncode:
+        message = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _Failed(f"the process ended with status {process.returncode}{message and f': {message}'}")
+    return pickle.loads(process.stdout)  # noqa: S301  # written by the process above
 
 
 def _states(entry: EntrySpec) -> dict[str, str]:

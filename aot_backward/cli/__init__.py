@@ -10,6 +10,7 @@ from .convert import convert
 from .doctor import doctor
 from .export import export
 from .inspect import inspect
+from .native import native
 from .rebuild import rebuild
 from .record import record
 from .replay import replay
@@ -29,5 +30,5 @@ def main() -> None:
     """PyTorch gradients, compiled ahead of time into one file that runs without tracing or a compiler."""
 
 
-for command in (export, convert, record, replay, inspect, verify, sign, rebuild, run, train, doctor):
+for command in (export, convert, record, replay, inspect, verify, sign, rebuild, run, train, native, doctor):
     main.add_command(command)

@@ -22,6 +22,9 @@ from aot_backward_exporters.toolchain.compile_cache import cache_root
 from aot_backward_exporters.toolchain.gcc import compiler, compiler_version
 from aot_backward_runtime import compatibility
 from aot_backward_runtime.errors import AotBackwardError
+from aot_backward_runtime.format.elf import MACHINES
+
+from ..checks import emulated
 
 _LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
 _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"
@@ -39,13 +42,13 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything, in the order in which it would fail."""
-    return [check() for check in (_system, _python, _torch, _processor, _c_library, _compiler, _cache, _temporary, _gpu)]
+    return [check() for check in (_system, _python, _torch, _processor, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
 
 
 def _system() -> Finding:
     system = f"{sys.platform} {platform.machine()}"
-    if system != "linux x86_64":
-        return Finding("system", "failed", system, "native code is made for linux x86_64 only: use such a machine")
+    if system not in (supported := [f"linux {machine}" for machine in MACHINES.values()]):
+        return Finding("system", "failed", system, f"native code is made for {' and '.join(supported)} only: use such a machine")
     return Finding("system", "ok", system)
 
 
@@ -147,6 +150,19 @@ def _gpu() -> Finding:
         return Finding("GPU", "ok", f"none ({reason}): --target cuda would fail, cpu does not need one")
     major, minor = torch.cuda.get_device_capability()
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
+
+
+def _other_machines() -> Finding:
+    machine = next(machine for machine in MACHINES.values() if machine != platform.machine())
+    label = f"targets for {machine}"
+    try:
+        command = compiler(machine)
+    except AotBackwardError as error:
+        return Finding(label, "ok", f"none ({error})")
+    emulator = emulated.emulator(machine)
+    check = f"checked in {emulator[0]}" if emulator else "not checked: no emulator (apt-get install qemu-user)"
+    names = [f"cpu:{level}" for level, processor in targets.PROCESSORS.items() if processor.machine == machine]
+    return Finding(label, "ok", f"{', '.join(names)}, compiled by {command[0]}, {check}")
 
 
 def _check(name: str, question: Callable[[], str], advice: str) -> Finding:

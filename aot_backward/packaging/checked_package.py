@@ -56,8 +56,9 @@ def checked_package(
             except WrongResult as error:
                 build.repair(error)
         write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
-        libraries = {stem: artifact.library for stem, artifact in contents.artifacts.items()}
-        manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=runtime == "standalone", progress=progress)
+        manifest = with_standalone(
+            manifest, contents.artifacts, contents.weights, examples, Path(folder), required=runtime == "standalone", progress=progress
+        )
         progress("write", 0, 1)
         written_manifest = write(path, manifest, graphs=contents.portables)
         progress("write", 1, 1)

@@ -97,9 +97,9 @@ def rebuild(
             rebuilt.compile()
             examples = _stored_examples(rebuilt)
             manifest = _check(rebuilt, _manifest(rebuilt), examples)
-        write = partial(write_package, artifacts=rebuilt.artifacts, weights=rebuilt.stored_weights(), examples=examples)
-        libraries = {stem: artifact.library for stem, artifact in rebuilt.artifacts.items()}
-        manifest = with_standalone(manifest, write, libraries, examples, Path(folder), required=False, progress=progress)
+        weights = rebuilt.stored_weights()
+        write = partial(write_package, artifacts=rebuilt.artifacts, weights=weights, examples=examples)
+        manifest = with_standalone(manifest, rebuilt.artifacts, weights, examples, Path(folder), required=False, progress=progress)
         progress("write", 0, 1)
         graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()} if with_graphs else {}
         write(path, manifest, graphs=graphs)
@@ -164,7 +164,7 @@ def _manifest(rebuilt: RebuiltGraphs) -> Manifest:
         torch=torch.__version__,
         target=rebuilt.specs[0],
         targets=rebuilt.specs[1:],
-        entries={name: dataclasses.replace(on_device(entry, device), standalone="") for name, entry in rebuilt.entries.items()},
+        entries={name: dataclasses.replace(on_device(entry, device), standalone="", standalones=()) for name, entry in rebuilt.entries.items()},
         libraries={name: on_device(library, device) for name, library in rebuilt.libraries().items()},
         members={},
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),

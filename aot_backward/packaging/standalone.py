@@ -1,20 +1,23 @@
-"""Check whether each entry of a package runs without PyTorch (``checks/standalone.py``)."""
+"""Check whether each entry of a package runs without PyTorch, for each target (``checks/standalone.py``)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from aot_backward_exporters.graph import Artifact
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, Manifest
 from aot_backward_runtime.native.plan import ROLES
+from aot_backward_runtime.package.targets import seen_as, targets_of
 
-from ..checks import standalone
-from .package_writer import stem_of
+from ..checks import emulated, standalone
+from .package_writer import stem_of, write_package
 
 _UNTRIED = "stores no example"
 RUNTIMES = ("torch", "standalone")
@@ -38,39 +41,63 @@ def check_runtime(runtime: str | None, target: str, weights: bool) -> None:
 
 def with_standalone(
     manifest: Manifest,
-    write: Callable[[Path, Manifest], Manifest],
-    libraries: Mapping[str, Path],
+    artifacts: Mapping[str, Artifact],
+    weights: Mapping[str, torch.Tensor],
     examples: Mapping[str, torch.Tensor],
     folder: Path,
     *,
     required: bool,
     progress: Progress,
 ) -> Manifest:
-    """Return ``manifest`` with the verdict of each entry that can be checked here. ``write`` writes the package; ``libraries`` are its compiled
-    graphs by stem. ``required``: raise :class:`ExportError` if an entry does not run without PyTorch."""
+    """Return ``manifest`` with the verdict of each entry for each target that can be checked here. The other arguments are those of
+    :func:`.package_writer.write_package`. ``required``: raise :class:`ExportError` if an entry does not run without PyTorch."""
     candidates = {name: entry for name, entry in manifest.entries.items() if entry.kind != "replay"}
     if not candidates or manifest.target.device != "cpu" or not manifest.has_weights or not standalone.is_installed():
         return manifest
-    path, verdicts = folder / "standalone.pt2", dict[str, str]()
-    for number, (name, entry) in enumerate(candidates.items()):
-        progress("check without PyTorch", number, len(candidates))
-        names = _libraries(entry)
-        stems = (stem_of(library, target) for library in names for target in (None, *manifest.targets))
-        operators = {o for library in names for build in manifest.libraries[library].every_build for o in build.operators}
-        if missing := standalone.lacking((libraries[stem] for stem in stems), operators):
-            verdicts[name] = f"calls {', '.join(missing)}"
-            continue
-        if not path.exists():
-            write(path, manifest)
-        verdicts[name] = standalone.verdict(path, name, entry, examples)
-    path.unlink(missing_ok=True)
-    progress("check without PyTorch", len(candidates), len(candidates))
-    if required and (failures := {n: text for n, text in verdicts.items() if text != standalone.VERIFIED}):
-        raise ExportError(
-            f"{'; '.join(f'entry {n!r} {text or _UNTRIED}' for n, text in failures.items())}: this does not run without PyTorch; nothing was written"
-        )
-    entries = {name: dataclasses.replace(entry, standalone=verdicts.get(name, "")) for name, entry in manifest.entries.items()}
+    all_targets = targets_of(manifest)
+    verdicts: dict[str, list[str]] = {name: [] for name in candidates}
+    for number, target in enumerate(all_targets):
+        progress("check without PyTorch", number, len(all_targets))
+        stems = {name: stem_of(name, target if number else None) for name in manifest.libraries}
+        write = partial(write_package, artifacts={name: artifacts[stem] for name, stem in stems.items()}, weights=weights, examples=examples)
+        for name, verdict in _verdicts(
+            seen_as(manifest, number), candidates, write, {n: artifacts[s].library for n, s in stems.items()}, examples, folder
+        ):
+            verdicts[name].append(verdict)
+            failed = verdict not in (standalone.VERIFIED, emulated.why_not(target))
+            if required and failed:
+                label = f" for {target.label}" if len(all_targets) > 1 else ""
+                raise ExportError(f"entry {name!r} {verdict or _UNTRIED}{label}: this does not run without PyTorch; nothing was written")
+    progress("check without PyTorch", len(all_targets), len(all_targets))
+    entries = {
+        name: dataclasses.replace(entry, standalone=verdicts[name][0], standalones=tuple(verdicts[name][1:])) if name in verdicts else entry
+        for name, entry in manifest.entries.items()
+    }
     return dataclasses.replace(manifest, entries=entries)
+
+
+def _verdicts(
+    manifest: Manifest,
+    entries: Mapping[str, EntrySpec],
+    write: Callable[[Path, Manifest], Manifest],
+    libraries: Mapping[str, Path],
+    examples: Mapping[str, torch.Tensor],
+    folder: Path,
+) -> Iterator[tuple[str, str]]:
+    """Yield each entry's verdict for a package of one target. ``libraries``: its compiled graphs."""
+    path = folder / "standalone.pt2"
+    for name, entry in entries.items():
+        names = _libraries(entry)
+        operators = {o for library in names for o in manifest.libraries[library].operators}
+        if missing := standalone.lacking((libraries[library] for library in names), operators):
+            yield name, f"calls {', '.join(missing)}"
+        elif reason := emulated.why_not(manifest.target):
+            yield name, reason
+        else:
+            if not path.exists():
+                write(path, manifest)
+            yield name, standalone.verdict(path, name, entry, examples, manifest.target.machine)
+    path.unlink(missing_ok=True)
 
 
 def _libraries(entry: EntrySpec) -> set[str]:

@@ -23,7 +23,7 @@ from aot_backward_runtime.format.manifest import (
 from aot_backward_runtime.format.param_groups import options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
-from aot_backward_runtime.package.targets import targets_of
+from aot_backward_runtime.package.targets import standalone_by_target, targets_of
 
 from .blocks import SHOWN, code, facts, folded, line, section
 from .graph_views import order_in_words, owner, variant_title
@@ -53,7 +53,7 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         *_step(entry),
         ("Layers", folded([code(_layer(layer)) for layer in entry.layers], "layers") if entry.layers else None),
         ("Metadata", entry.metadata or None),
-        ("Without PyTorch", standalone_in_words(entry.standalone) if entry.kind != "replay" else None),
+        ("Without PyTorch", standalone_in_words(standalone_by_target(archive.manifest, name)) if entry.kind != "replay" else None),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
     parts += [_structure(s, archive) for s in entry.structures]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
@@ -169,11 +169,18 @@ def verdict_in_words(verdict: Verdict) -> str:
     return f"{verdict.status}{worst}{sizes}"
 
 
-def standalone_in_words(standalone: str) -> str:
-    """Return whether an entry runs without PyTorch, according to ``EntrySpec.standalone``."""
-    if standalone == "verified":
+def standalone_in_words(verdicts: Mapping[str, str]) -> str:
+    """Return whether an entry runs without PyTorch. ``verdicts``: ``EntrySpec.standalone`` by target."""
+    words = {target: _standalone(verdict) for target, verdict in verdicts.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{target}: {verdict}" for target, verdict in words.items())
+
+
+def _standalone(verdict: str) -> str:
+    if verdict == "verified":
         return "yes, with the stored results"
-    return f"no: it {standalone}" if standalone else "not tried when it was exported"
+    return f"no: it {verdict}" if verdict else "not tried when it was exported"
 
 
 def pass_speed_in_words(speed: Speed) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .errors import IncompatibleError
-from .format.elf import numeric, read_elf
+from .format.elf import MACHINES, numeric, read_elf
 from .format.manifest import Manifest, Target
 from .package.targets import seen_as, targets_of
 
@@ -84,8 +84,8 @@ _VECTOR = frozenset({"fma", "f16c"})
 def _problems(manifest: Manifest, device: torch.device | None) -> list[str]:
     target = manifest.target
     system = f"{sys.platform} {os.uname().machine}"
-    if system != "linux x86_64" or target.machine != "x86_64":
-        return [f"it was built for linux {target.machine}, this is {system}; only linux x86_64 is supported"]
+    if system != f"linux {target.machine}" or target.machine not in MACHINES.values():
+        return [f"it was built for linux {target.machine}, this is {system}"]
     out = []
     if _minor(manifest.torch) != _minor(torch.__version__):
         out.append(f"it was built with torch {manifest.torch}, this is torch {torch.__version__}")
@@ -140,8 +140,8 @@ def _minor(version: str) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """Return the CPU flags as /proc/cpuinfo writes them."""
-    return frozenset(_of_processor("flags").split())
+    """Return the CPU flags as /proc/cpuinfo writes them, which calls them Features on aarch64."""
+    return frozenset(_of_processor("Features" if os.uname().machine == "aarch64" else "flags").split())
 
 
 def processor_name() -> str:

@@ -228,6 +228,7 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
         "1.13-clippings": ("entries", "by their norm of order 2.0"),
         "1.10-standalone": ("entries", "no: it calls aten._linalg_det, aten.linalg_lu_solve"),
         "1.15-digest": ("package", "SHA-256 "),
+        "1.17-machines": ("package", "cpu:neon"),
         "1.16-metadata": ("entries", '{"cutoff": 5.0, "species": ["H", "O"]}'),
     }
     name, said = words[path.stem]

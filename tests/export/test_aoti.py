@@ -388,7 +388,7 @@ def test_every_source_that_compiles_changes_the_key(tmp_path: Path, monkeypatch:
         return _key(captured)
 
     base, sources = key(), [p for p in copied.rglob("*") if p.is_file()]
-    assert {p.suffix for p in sources} == {".py", ".map", ".typed"} and len(sources) > 20
+    assert {p.suffix for p in sources} == {".py", ".map", ".typed", ".h"} and len(sources) > 20
     for source in sources:
         text = source.read_bytes()
         source.write_bytes(text + b"\nanother = 1\n")

@@ -37,8 +37,8 @@ from ..support.oracle import assert_same, run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
-KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest metadata"
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST, METADATA = (
+KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest metadata machines"
+PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST, METADATA, MACHINES = (
     [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in KINDS.split()
 )
 
@@ -63,6 +63,7 @@ def test_the_present_format_has_a_golden_package() -> None:
         *LAYERS,
         *DIGEST,
         *METADATA,
+        *MACHINES,
     }
     assert read == {*FILES}
 
@@ -282,6 +283,18 @@ def test_functions_and_metadata_are_read(path: Path) -> None:
     if runs_here(path):
         x = torch.linspace(-1, 1, 30).reshape(10, 3)
         torch.testing.assert_close(load(path).function()(x), bent(x) | {"value": bent(x)["value"].detach()})
+
+
+@pytest.mark.parametrize("path", MACHINES, ids=lambda p: p.name)
+def test_code_for_two_machines(path: Path) -> None:
+    manifest = open_package(path).manifest
+    assert [(t.name, t.machine) for t in targets_of(manifest)] == [("cpu:avx2", "x86_64"), ("cpu:neon", "aarch64")]
+    assert {name: entry.standalones for name, entry in manifest.entries.items()} == {"bend": ("verified",)}
+    if runs_here(path):
+        x = torch.linspace(-1, 1, 30).reshape(10, 3).requires_grad_()
+        value, gradient = load(path).grad()(x.detach())
+        bend(x).backward()
+        torch.testing.assert_close((value, gradient["x"]), (bend(x).detach(), x.grad))
 
 
 @pytest.mark.parametrize("path", UPDATES, ids=lambda p: p.name)

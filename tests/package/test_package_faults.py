@@ -166,7 +166,7 @@ def _library_with(change: str) -> bytes:
     ("change", "message"),
     [
         ("stack", "asks for an executable stack"),
-        ("machine", "built for ELF machine 183, expected 62"),
+        ("machine", "is code for aarch64; the manifest says x86_64"),
         ("none", "not an ELF file"),
         ("cut", "cut short: "),
         ("needed", "is linked with libXXrch_cpu.so, which the manifest does not list"),

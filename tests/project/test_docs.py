@@ -51,6 +51,7 @@ PAGES = [page for page in PAGES if page not in ("docs/index.md", "docs/format.md
 NEEDED = {
     "docs/how-to/lammps.md": ("lmp", "mpiexec", "cmake"),
     "docs/how-to/fortran.md": ("gfortran",),
+    "docs/how-to/raspberry-pi.md": ("aarch64-linux-gnu-gcc", "qemu-aarch64"),
     "docs/how-to/mace.md": ("lmp", "cmake", "mace_run_train"),
 }
 """Programs that a page needs and that the test dependencies do not install everywhere."""

@@ -62,7 +62,7 @@ ALLOWED = {
     "aot_backward.operators": _LIBRARY,
     "aot_backward.tensor_file": _LIBRARY,
     "aot_backward.capture": _LIBRARY,
-    "aot_backward.checks": (*_LIBRARY, "aot_backward.capture"),
+    "aot_backward.checks": (*_LIBRARY, "aot_backward_exporters.toolchain", "aot_backward.capture"),
     "aot_backward.packaging": (
         *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.operators", "aot_backward.tensor_file"),
         *("aot_backward.capture", "aot_backward.checks"),
@@ -78,7 +78,7 @@ ALLOWED = {
         *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
         "aot_backward.api",
     ),
-    "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file"),
+    "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file", "aot_backward.checks"),
     # The page shows only the archive. It needs the reader of portable graphs, but neither capture nor compiler.
     "aot_backward.report": (_RUNTIME, f"{_EXPORTERS}.graph", f"{_EXPORTERS}.portable"),
     "aot_backward.cli": (

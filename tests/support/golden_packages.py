@@ -123,6 +123,13 @@ def write_targets(path: Path) -> None:
     ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
 
 
+def write_machines(path: Path) -> None:
+    """Write one gradient for two machines, whose code for the other one ran in an emulator."""
+    rows = {0: Dim("rows", min=2, max=64)}
+    gradient = ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])
+    ab.export(path, {"bend": gradient}, target="cpu:avx2,cpu:neon", tune="none")
+
+
 def cubed(x: torch.Tensor) -> torch.Tensor:
     return (cube(x) * x).sum()
 
@@ -250,6 +257,7 @@ WRITERS = {
     "clippings": write_clippings,
     "digest": write_standalone,
     "metadata": write_metadata,
+    "machines": write_machines,
 }
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def describe(archive: Archive) -> dict[str, Any]:
     """The object that ``inspect --json`` prints."""
     from aot_backward_runtime.format.manifest_json import SEALED_SINCE
     from aot_backward_runtime.package.signature_policy import signature_beside
-    from aot_backward_runtime.package.targets import targets_of
+    from aot_backward_runtime.package.targets import standalone_by_target, targets_of
 
     manifest, members, signature = archive.manifest, archive.members(), signature_beside(archive.path)
     targets = targets_of(manifest)
@@ -65,7 +65,7 @@ def describe(archive: Archive) -> dict[str, Any]:
             "clippings": [_clipping(c, manifest.libraries[c.library]) for c in entry.clippings],
             "step": _step(entry, entry.step, manifest) if entry.step else None,
             "layers": [dataclasses.asdict(layer) for layer in entry.layers],
-            "standalone": entry.standalone,
+            "standalone": standalone_by_target(manifest, name),
         }
         for name, entry in manifest.entries.items()
     }

@@ -105,7 +105,7 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
         for num_done, (key, (graph, form)) in enumerate(graphs.items()):
             progress("lower", num_done, len(graphs))
             (work / key).mkdir()
-            with gcc.record_commands(work / key, built_for.march) as commands[key]:
+            with gcc.record_commands(work / key, built_for.march, built_for.machine) as commands[key]:
                 code[key] = lower(graph, form, work / key / "inductor", fake_mode, num_guards, built_for)
             compile_jobs[key] = builder.compile(graph.name, commands[key], work / key)
         progress("compile", 0, len(graphs))
@@ -205,6 +205,7 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
 
 def _key(form: Canonical, target: str, graph: Graph) -> str:
     """Return the digest of everything that the library depends on: the graph, Inductor's settings, and all versions."""
+    command = gcc.compiler(processor(target).machine)
     overrides = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
     with torch_api.inductor_config.patch({**settings_for(processor(target)), **overrides}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
@@ -215,7 +216,7 @@ def _key(form: Canonical, target: str, graph: Graph) -> str:
             "settings": {name: repr(value) for name, value in settings.items()},
             "target": dataclasses.asdict(target_spec(target)),
             "torch": [torch.__version__, str(torch.version.git_version)],
-            "compiler": gcc.compiler_version(gcc.compiler()),
+            "compiler": [*command, gcc.compiler_version(command)],
             "exporter": digest_of_sources(Path(aot_backward_exporters.__file__).parent),
         }
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..process_state import patched
-from . import cpp_source
+from . import aarch64, cpp_source
 from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
@@ -32,6 +33,8 @@ _UNUSED = "-ltorch"
 """A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the linker would keep the
 dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
+HERE = platform.machine()
+_TORCH = "libtorch_cpu.so"
 _LINES_SHOWN = 15  # the last lines of a failing compiler's output: keeps the message short; a guess
 
 
@@ -43,15 +46,17 @@ class CompilerFailed(ExportError):
 
 @dataclass(frozen=True)
 class Command:
-    """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the link."""
+    """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the link. ``machine``: what the
+    code is for."""
 
     compiler: tuple[str, ...]
     flags: tuple[str, ...]
     sources: dict[str, str]
+    machine: str = HERE
 
 
 @contextlib.contextmanager
-def record_commands(folder: Path, march: str) -> Iterator[list[Command]]:
+def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[list[Command]]:
     """Return a context that records builds below ``folder`` instead of running them; targets are empty files, which Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
@@ -62,7 +67,7 @@ def record_commands(folder: Path, march: str) -> Iterator[list[Command]]:
         if not target.is_relative_to(folder):
             original(self)
             return
-        commands.append(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}")))
+        commands.append(_for_machine(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}")), machine))
         target.touch()
 
     with patched(builder, build=build):
@@ -78,6 +83,14 @@ def _parse(line: str) -> Command:
     flags.append("-fsigned-zeros")  # eager keeps -0.0; Inductor passes -fno-signed-zeros
     sources = {_short(f): Path(f).read_text() for f in files if not f.endswith(".o")}
     return Command(tuple(argv[: first_flag - len(files)]), tuple(flags), sources)
+
+
+def _for_machine(command: Command, machine: str) -> Command:
+    """Return ``command`` with the compiler for ``machine``, and without the folders of this machine's libraries."""
+    if machine == HERE:
+        return command
+    flags = tuple(flag for flag in command.flags if not flag.startswith("-L"))
+    return Command(compiler(machine), flags, command.sources, machine)
 
 
 def _short(path: str) -> str:
@@ -99,12 +112,28 @@ def adjust_commands(march: str) -> Iterator[None]:
         yield
 
 
-def compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler that Inductor would use."""
+def compiler(machine: str = HERE) -> tuple[str, ...]:
+    """Return the command of the C++ compiler that Inductor would use, or of the one for another machine: ``$CXX_AARCH64``, or GNU's."""
+    if machine != HERE:
+        command = tuple(shlex.split(os.environ.get(f"CXX_{machine.upper()}", ""))) or (f"{machine}-linux-gnu-g++",)
+        if shutil.which(command[0]) is None:
+            package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+            raise ExportError(f"code for {machine} needs the compiler {command[0]}, and none was found: apt-get install {package}")
+        return command
     try:
         return tuple(shlex.split(torch_api.get_cpp_compiler()))
     except torch_api.InvalidCxxCompiler as error:
         raise ExportError("exporting needs a C++ compiler, and none was found: apt-get install g++ (or set CXX)") from error
+
+
+def c_compiler(machine: str) -> tuple[str, ...]:
+    """Return the command of the C compiler that comes with :func:`compiler`."""
+    command = compiler(machine)
+    folder, slash, name = command[0].rpartition("/")
+    for cpp, c in (("clang++", "clang"), ("g++", "gcc"), ("c++", "cc")):
+        if cpp in name:
+            return (folder + slash + name.replace(cpp, c), *command[1:])
+    return command
 
 
 @functools.cache
@@ -139,7 +168,8 @@ class Builder:
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
                 # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
-                (folder / file).write_text(prepare(text) if prepare else text)
+                text = prepare(text) if prepare else text
+                (folder / file).write_text(aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
@@ -150,6 +180,8 @@ class Builder:
         interface = str(self._parts["interface"].result() / "interface.o")
         flags = [flag for flag in command.flags if flag != _UNUSED]
         wrap_flag = f"-Wl,--wrap={cpp_source.PARALLEL}"
+        if command.machine != HERE:
+            flags += [f"-L{self._parts['torch'].result()}", "-Wl,--no-as-needed", "-ltorch_cpu"]
         argv = [*command.compiler, *objects, interface, "-o", str(library), *flags, *_LINK_FLAGS, wrap_flag]
         return self._pool.submit(self._run, name, argv, folder)
 
@@ -165,13 +197,19 @@ class Builder:
         key = digest([file, (folder / file).read_text(), part, _versions(command), *command.compiler, *command.flags])
 
         def build(built: Path) -> None:
-            self._run(name, argv, folder)
+            try:
+                self._run(name, argv, folder)
+            except CompilerFailed as error:  # g++ 12 for aarch64 does not survive a copy from float16 to float32 at -O3 (expr.cc:333)
+                if "internal compiler error" not in error.said:
+                    raise
+                self._run(name, [*argv, "-O2"], folder)
             shutil.move(folder / _object(file), built / OBJECT)
 
         (folder / _object(file)).write_bytes(stored_object(key, build))
 
     def _start_parts(self, file: str, command: Command) -> None:
-        for part in {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ()):
+        parts = {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ())
+        for part in parts if command.machine == HERE else (*parts, "torch"):
             if part not in self._parts:
                 self._parts[part] = self._pool.submit(_build_shared_part, part, command, self._run)
 
@@ -191,14 +229,21 @@ class Builder:
 
 def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
     """Return the folder of a precompiled header or of the C interface's object; build it if the cache has none for these flags."""
-    text = {
+    texts: dict[str, Callable[[], str]] = {
         "wrapper.h": cpp_source.wrapper_header,
         "kernel.h": lambda: cpp_source.KERNEL_HEADER,
         "interface": cpp_source.interface_source,
-    }[part]()
+        "torch": str,
+    }
+    text = texts[part]()
+    if command.machine == aarch64.MACHINE and part in (added := {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}):
+        text = added[part](text)
     key = digest([part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.flags])
 
     def build(folder: Path) -> None:
+        if part == "torch":
+            _build_stand_in(folder, command, run)
+            return
         source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
         (folder / source[-1]).write_text(text)
         if part == "wrapper.h":
@@ -207,6 +252,13 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
         run(f"the part that all libraries share ({part})", argv, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
+
+
+def _build_stand_in(folder: Path, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> None:
+    """Build an empty library with the name of PyTorch's for another machine, so that libraries depend on it; their symbols are bound at load time."""
+    (folder / "empty.c").write_text("")
+    argv = [*command.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}", "-x", "c", "empty.c", "-o", _TORCH]
+    run(f"a stand-in for {_TORCH}", argv, folder)
 
 
 def _versions(command: Command) -> list[str]:

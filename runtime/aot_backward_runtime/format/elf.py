@@ -16,7 +16,9 @@ from typing import BinaryIO
 
 from ..errors import PackageError
 
-EM_X86_64 = 62
+EM_X86_64, EM_AARCH64 = 62, 183
+MACHINES = {EM_X86_64: "x86_64", EM_AARCH64: "aarch64"}
+"""Machines that native code is made for, as uname writes them."""
 _ET_DYN = 3
 _PT_LOAD, _PT_DYNAMIC, _PT_GNU_STACK = 1, 2, 0x6474E551
 _PF_X = 1
@@ -39,7 +41,7 @@ _UNNUMBERED = {"GLIBC_ABI_DT_RELR": ("GLIBC", "2.36")}
 class Elf:
     """The parsed headers. ``versions`` and ``defines``: the highest versions that the file requires and offers, by family: ``{"GLIBC": "2.34"}``."""
 
-    machine: int
+    machine: str
     needed: tuple[str, ...]
     executable_stack: bool
     versions: dict[str, str]
@@ -62,7 +64,7 @@ def numeric(version: str) -> tuple[int, ...]:
 
 
 def read_elf(path: Path) -> Elf:
-    """Read the headers of an x86-64 shared library. :class:`PackageError` describes the problem of any other file."""
+    """Read the headers of a shared library for x86-64 or aarch64. :class:`PackageError` describes the problem of any other file."""
     with path.open("rb") as file:
         return _File(path, file).parse()
 
@@ -94,7 +96,7 @@ class _File:
         verdef = self.records(segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
         stack = [s for s in segments if s.kind == _PT_GNU_STACK]
         return Elf(
-            machine=EM_X86_64,
+            machine=self.machine,
             needed=needed,
             # Without the header the linker assumes the x86-64 default, which is executable.
             executable_stack=not stack or any(s.flags & _PF_X for s in stack),
@@ -110,8 +112,9 @@ class _File:
             raise self.wrong(f"ELF class {identity[4]}, expected 2 (64-bit)")
         if identity[5] != 1:
             raise self.wrong(f"ELF byte order {identity[5]}, expected 1 (little-endian)")
-        if machine != EM_X86_64:
-            raise self.wrong(f"built for ELF machine {machine}, expected {EM_X86_64} (x86-64)")
+        if machine not in MACHINES:
+            raise self.wrong(f"built for ELF machine {machine}, expected {EM_X86_64} (x86-64) or {EM_AARCH64} (aarch64)")
+        self.machine = MACHINES[machine]
         if kind != _ET_DYN:
             raise self.wrong(f"ELF type {kind}, expected {_ET_DYN} (shared library)")
         return tuple(rest)

@@ -4,6 +4,7 @@
 a reader ignores unknown fields of a version later than its own, unless ``required_features`` names a feature it does not know.
 
 Changes (newest first):
+    1.17 2026-11-29  ``EntrySpec.standalones``; targets for aarch64
     1.16 2026-11-28  ``Manifest.metadata`` and ``EntrySpec.metadata``; entries of kind "function"; names of outputs
     1.15 2026-11-28  the manifest ends with its own SHA-256; unknown fields are refused
     1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 and ``Speed.choices`` of 1.9 are no longer written, and ignored
@@ -32,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT_VERSION = (1, 16)
+FORMAT_VERSION = (1, 17)
 KNOWN_FEATURES = frozenset({"fill", "consumes"})
 FOLDER = "extra/aot_backward"
 MANIFEST_MEMBER = f"{FOLDER}/manifest.json"
@@ -473,6 +474,7 @@ class EntrySpec:
     layers: tuple[LayerSpec, ...] = ()  # of a module entry: itself and every submodule
     metadata: str = ""  # the author's JSON object, or ""
     standalone: str = ""  # "verified": the C library reproduced the stored results without PyTorch; else the reason why not, or "" if untested
+    standalones: tuple[str, ...] = ()  # the same for the package's further targets; () if untested
 
     @property
     def json_metadata(self) -> dict[str, Any]:

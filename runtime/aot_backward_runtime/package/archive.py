@@ -128,7 +128,7 @@ class Archive:
 
         folder = code_cache.place({file_name: self.manifest.members[m] for file_name, m in members.items()}, copy)
         path = folder / PurePosixPath(spec.member).name
-        self._checked(lambda: check_library_file(spec, path))
+        self._checked(lambda: check_library_file(spec, path, self.manifest.target.machine))
         return path
 
     def corrupt(self, problem: str) -> PackageError:

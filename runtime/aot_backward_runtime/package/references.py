@@ -68,6 +68,8 @@ def check_references(manifest: Manifest) -> None:
             _check_library(library, manifest)
     for name, entry in manifest.entries.items():
         with _within(f"entry {name}"):
+            if entry.standalones:
+                _count("standalones", entry.standalones, manifest.targets, "the further targets")
             _Entry(entry, manifest).check()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from ..format.manifest import EntrySpec, Manifest, Target, VariantSpec
+from ..format.manifest import EntrySpec, Manifest, Target
 
 
 def targets_of(manifest: Manifest) -> tuple[Target, ...]:
@@ -12,32 +13,38 @@ def targets_of(manifest: Manifest) -> tuple[Target, ...]:
     return (manifest.target, *manifest.targets)
 
 
+def standalone_by_target(manifest: Manifest, entry: str) -> dict[str, str]:
+    """Return ``EntrySpec.standalone`` of that entry by the name of each target."""
+    targets = targets_of(manifest)
+    return {target.label: seen_as(manifest, number).entries[entry].standalone for number, target in enumerate(targets)}
+
+
 def seen_as(manifest: Manifest, number: int) -> Manifest:
     """Return ``manifest`` with the code and the verdicts of only target ``number``."""
     if not manifest.targets:
         return manifest
     libraries = manifest.libraries
-    entries = manifest.entries
     if number:
         libraries = {}
         for name, library in manifest.libraries.items():
             build = library.builds[number - 1]
             libraries[name] = dataclasses.replace(library, **{f.name: getattr(build, f.name) for f in dataclasses.fields(build)})
-        entries = {name: _judged(entry, number - 1) for name, entry in manifest.entries.items()}
     libraries = {name: dataclasses.replace(library, builds=()) for name, library in libraries.items()}
+    entries = {name: _judged(entry, number) for name, entry in manifest.entries.items()}
     return dataclasses.replace(manifest, target=targets_of(manifest)[number], targets=(), libraries=libraries, entries=entries)
 
 
 def _judged(entry: EntrySpec, number: int) -> EntrySpec:
-    structures = tuple(
-        dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdict=v.verdicts[number], verdicts=()) for v in s.variants))
-        for s in entry.structures
+    def of(spec: Any) -> Any:
+        return dataclasses.replace(spec, verdict=spec.verdicts[number - 1] if number else spec.verdict, verdicts=())
+
+    return dataclasses.replace(
+        entry,
+        variants=tuple(map(of, entry.variants)),
+        structures=tuple(dataclasses.replace(s, variants=tuple(map(of, s.variants))) for s in entry.structures),
+        updates=tuple(map(of, entry.updates)),
+        clippings=tuple(map(of, entry.clippings)),
+        # Before format 1.17 there is one for all targets.
+        standalone=entry.standalones[number - 1] if number and entry.standalones else entry.standalone,
+        standalones=(),
     )
-    updates = tuple(dataclasses.replace(u, verdict=u.verdicts[number], verdicts=()) for u in entry.updates)
-    clippings = tuple(dataclasses.replace(c, verdict=c.verdicts[number], verdicts=()) for c in entry.clippings)
-    variants = tuple(_variant(v, number) for v in entry.variants)
-    return dataclasses.replace(entry, variants=variants, structures=structures, updates=updates, clippings=clippings)
-
-
-def _variant(variant: VariantSpec, number: int) -> VariantSpec:
-    return dataclasses.replace(variant, verdict=variant.verdicts[number], verdicts=())

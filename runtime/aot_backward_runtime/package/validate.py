@@ -24,12 +24,14 @@ def check_members(manifest: Manifest, sizes: Mapping[str, int]) -> None:
         raise PackageError(f"has_weights is {manifest.has_weights}, but {WEIGHTS_MEMBER} says otherwise")
 
 
-def check_library_file(spec: LibrarySpec, path: Path) -> None:
-    """Check that the ELF file ``path`` can be loaded, and that it needs nothing that ``spec`` does not list."""
+def check_library_file(spec: LibrarySpec, path: Path, machine: str) -> None:
+    """Check that the ELF file ``path`` can be loaded on ``machine``, and that it needs nothing that ``spec`` does not list."""
     try:
         elf = read_elf(path)
     except PackageError as error:
         raise PackageError(f"member {spec.member}: {str(error).removeprefix(f'{path}: ')}") from error
+    if elf.machine != machine:
+        raise PackageError(f"member {spec.member} is code for {elf.machine}; the manifest says {machine}")
     if elf.executable_stack:
         raise PackageError(f"member {spec.member} asks for an executable stack, which glibc 2.41 and later refuse")
     for needed in elf.needed:

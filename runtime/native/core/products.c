@@ -7,12 +7,17 @@
 /* Limits of `small` in gemm.inc: elements and columns of B, which bound its arrays on the stack, and multiplications. Guesses. */
 enum { SMALL = 2048, SMALL_COLUMNS = 64, MOST_WORK = 1 << 18 };
 
-/* MR: the 2 MR sums of a block fill 8 of SSE's 16 registers, 12 of AVX2's 16, 24 of AVX-512's 32. */
+/* MR: the 2 MR sums of a block fill 8 of SSE's 16 registers, 12 of AVX2's 16, 24 of AVX-512's 32, 16 of NEON's 32. */
+#ifdef __x86_64__
+enum { NARROW_ROWS = 4 };
+#else
+enum { NARROW_ROWS = 8 };
+#endif
 
 #define T float
 #define WIDE 0
 #define BYTES 16
-#define MR 4
+#define MR NARROW_ROWS
 #define NAME f_sse
 #define TARGET
 #include "gemm.inc"
@@ -20,11 +25,12 @@ enum { SMALL = 2048, SMALL_COLUMNS = 64, MOST_WORK = 1 << 18 };
 #define T double
 #define WIDE 1
 #define BYTES 16
-#define MR 4
+#define MR NARROW_ROWS
 #define NAME d_sse
 #define TARGET
 #include "gemm.inc"
 
+#ifdef __x86_64__
 #define T float
 #define WIDE 0
 #define BYTES 32
@@ -66,6 +72,13 @@ int cpu_level(void) {
   }
   return known;
 }
+#define WIDER(two, three)                                                                                                                            \
+  case 2: two; break;                                                                                                                                \
+  case 3: three; break;
+#else
+int cpu_level(void) { return 1; }
+#define WIDER(two, three)
+#endif
 
 #define GEMM(suffix, type)                                                                                                                           \
   int gemm_##suffix(int64_t m, int64_t n, int64_t k, type alpha, const type *a, int64_t ar, int64_t ac, const type *b, int64_t br, int64_t bc,       \
@@ -80,9 +93,9 @@ int cpu_level(void) {
       return gemm_##suffix(n, m, k, alpha, b, bc, br, a, ac, ar, beta, c, cc, cr); /* the transposed product */                                      \
     if (blas_##suffix(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc)) return 0;                                                              \
     switch (cpu_level()) {                                                                                                                           \
-    case 1: return product_##suffix##_sse(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc);                                                    \
-    case 2: return product_##suffix##_avx2(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc);                                                   \
-    default: return product_##suffix##_avx512(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc);                                                \
+      WIDER(return product_##suffix##_avx2(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc),                                                   \
+                   return product_##suffix##_avx512(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc))                                          \
+    default: return product_##suffix##_sse(m, n, k, alpha, a, ar, ac, b, br, bc, beta, c, cr, cc);                                                   \
     }                                                                                                                                                \
   }
 GEMM(f, float)
@@ -90,9 +103,8 @@ GEMM(d, double)
 
 #define BY_LEVEL(name, suffix, ...)                                                                                                                  \
   switch (cpu_level()) {                                                                                                                             \
-  case 1: name##_##suffix##_sse(__VA_ARGS__); break;                                                                                                 \
-  case 2: name##_##suffix##_avx2(__VA_ARGS__); break;                                                                                                \
-  default: name##_##suffix##_avx512(__VA_ARGS__);                                                                                                    \
+    WIDER(name##_##suffix##_avx2(__VA_ARGS__), name##_##suffix##_avx512(__VA_ARGS__))                                                                \
+  default: name##_##suffix##_sse(__VA_ARGS__);                                                                                                       \
   }
 #define SLIDE(suffix, type)                                                                                                                          \
   void slide_pack_##suffix(int64_t m, int64_t k, const type *a, int64_t ar, int64_t ac, type *to) {                                                  \

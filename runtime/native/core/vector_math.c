@@ -11,6 +11,7 @@
 #define TARGET
 #include "vector_math.inc"
 
+#ifdef __x86_64__
 #define WIDTH 32
 #define F 8
 #define D 4
@@ -22,13 +23,17 @@
 #define D 8
 #define TARGET __attribute__((target("avx512f,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")))
 #include "vector_math.inc"
+#define WIDER(suffix) , row_##suffix##_32, row_##suffix##_64
+#else
+#define WIDER(suffix)
+#endif
 
 void exponentials_f(float *row, int64_t count, float by) {
-  static void (*const of[])(float *, int64_t, float) = {row_f_16, row_f_32, row_f_64};
+  static void (*const of[])(float *, int64_t, float) = {row_f_16 WIDER(f)};
   of[cpu_level() - 1](row, count, by);
 }
 
 void exponentials_d(double *row, int64_t count, double by) {
-  static void (*const of[])(double *, int64_t, double) = {row_d_16, row_d_32, row_d_64};
+  static void (*const of[])(double *, int64_t, double) = {row_d_16 WIDER(d)};
   of[cpu_level() - 1](row, count, by);
 }

@@ -144,6 +144,12 @@ const backend *backend_open(arena *a, const char *which) {
 
 enum { RANDOM_STATE = 5056 }; /* bytes of torch.get_rng_state() */
 
+/* An at::Tensor has a destructor, so a function returns it in memory of the caller, as it returns this struct, which is too large for registers. The
+ * address is the first argument on x86-64, and in a register of its own on aarch64. */
+typedef struct {
+  void *tensor, *unused[2];
+} in_memory;
+
 static void *generator(arena *a, const backend *b) {
   void *const *(*get)(void);
   if (!FIND(b, get, "_ZN2at6detail22getDefaultCPUGeneratorEv"))
@@ -174,7 +180,7 @@ const uint8_t *backend_random(arena *a, const backend *b, size_t *size) {
     own(state);
     return state;
   }
-  void (*get)(void *result, void *self); /* a result in memory is the first argument */
+  in_memory (*get)(void *self);
   void *from = generator(a, b), *data;
   int64_t *sizes;
   NEED(a, b, get, "_ZNK2at16CPUGeneratorImpl9get_stateEv");
@@ -182,7 +188,7 @@ const uint8_t *backend_random(arena *a, const backend *b, size_t *size) {
   NEED(a, b, undefined, "aoti_torch_new_uninitialized_tensor");
   tensor_handle state;
   if (undefined(&state)) arena_fail(a, AOTB_MEMORY, "no memory");
-  get(state, from);
+  *(void **)state = get(from).tensor;
   if (b->sizes(state, &sizes) || b->data(state, &data)) arena_fail(a, AOTB_RUN, "the random state cannot be read");
   *size = (size_t)*sizes;
   uint8_t *out = arena_take(a, *size, 1);

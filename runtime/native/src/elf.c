@@ -5,6 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __aarch64__
+enum { MACHINE = EM_AARCH64 };
+#else
+enum { MACHINE = EM_X86_64 };
+#endif
 enum { MOST = 1 << 16 }; /* tags or versions of a kind; the largest of libtorch_cpu.so is about 100 */
 
 typedef struct {
@@ -105,7 +110,7 @@ elf elf_read(arena *a, const char *name, const uint8_t *bytes, size_t size) {
   if (memcmp(header.e_ident, ELFMAG, SELFMAG)) WRONG(&f, "%s: not an ELF file", name);
   if (header.e_ident[EI_CLASS] != ELFCLASS64 || header.e_ident[EI_DATA] != ELFDATA2LSB)
     WRONG(&f, "%s: not a little-endian ELF file of 64 bits", name);
-  if (header.e_machine != EM_X86_64) WRONG(&f, "%s: built for ELF machine %u, expected %u (x86-64)", name, header.e_machine, EM_X86_64);
+  if (header.e_machine != MACHINE) WRONG(&f, "%s: built for ELF machine %u, expected %u", name, header.e_machine, MACHINE);
   if (header.e_type != ET_DYN) WRONG(&f, "%s: ELF type %u, expected %u (shared library)", name, header.e_type, ET_DYN);
   if (header.e_phentsize != sizeof(Elf64_Phdr)) WRONG(&f, "%s: program headers of %u bytes", name, header.e_phentsize);
   size_t table = (size_t)header.e_phnum * sizeof(Elf64_Phdr);

@@ -91,11 +91,11 @@ aotb_status aotb_get(aotb_package *p, const char *name, aotb_function **out) {
   REQUIRE(name, "entry", "the name of an entry");
   const entry_spec *entry = package_entry(p, name);
   if (!entry) return AOTB_NAME;
-  if (p->backend->standalone && !p->unchecked && strcmp(entry->standalone, "verified"))
+  const char *verdict = p->target && entry->standalones.count ? entry->standalones.at[p->target - 1] : entry->standalone;
+  if (p->backend->standalone && !p->unchecked && strcmp(verdict, "verified"))
     return aotb_fail(AOTB_INCOMPATIBLE, "package %s: entry %s %s%s: open the package with the backend libtorch", p->path, entry->name,
-                     *entry->standalone ? "does not run on the backend standalone: it "
-                                        : "was not tried on the backend standalone when it was exported",
-                     entry->standalone);
+                     *verdict ? "does not run on the backend standalone: it " : "was not tried on the backend standalone when it was exported",
+                     verdict);
   struct aotb_function *f = calloc(1, sizeof *f);
   if (!f) return aotb_fail(AOTB_MEMORY, "package %s: no memory", p->path);
   f->a.path = p->path;

@@ -507,6 +507,9 @@ static bool read_entry(const reader *r, const place *p, const json *value, entry
   e->name = value->key;
   e->training = truth(r, p, value, "training", true);
   e->standalone = text_of(r, p, value, "standalone", "");
+  e->standalones = texts_of(r, p, value, "standalones", false);
+  if (e->standalones.count && e->standalones.count + 1u != r->m->target_count)
+    WRONG(r, p, "%" PRIu32 " standalones, for %" PRIu32 " further targets", e->standalones.count, r->m->target_count - 1u);
   e->metadata = metadata_of(r, p, value);
   e->wrt = texts_of(r, p, value, "wrt", false);
   const json *names = list(r, p, value, "names", false);

@@ -163,8 +163,11 @@ typedef struct {
   const char *names;
   uint32_t names_length;
   bool single;
-  const char *metadata;   /* JSON text, "{}" if there is none */
-  const char *standalone; /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried */
+  const char *metadata; /* JSON text, "{}" if there is none */
+  /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried. The same for the further targets, or empty:
+   * before format 1.17 there is one for all. */
+  const char *standalone;
+  texts standalones;
 } entry_spec;
 
 typedef struct {

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -41,6 +42,16 @@ const uint8_t *package_member(const struct aotb_package *p, arena *a, const char
 
 /* Returns the flags of the first processor from /proc/cpuinfo, with a space before and behind. */
 static const char *processor_flags(arena *a) {
+#ifdef __aarch64__ /* by the kernel's own list: an emulator's /proc/cpuinfo is the host's */
+  static const char *const names[] = {"fp",      "asimd", "evtstrm", "aes",   "pmull",    "sha1",   "sha2", "crc32",
+                                      "atomics", "fphp",  "asimdhp", "cpuid", "asimdrdm", "jscvt",  "fcma", "lrcpc",
+                                      "dcpop",   "sha3",  "sm3",     "sm4",   "asimddp",  "sha512", "sve"};
+  const char *all = " ";
+  unsigned long bits = getauxval(AT_HWCAP);
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (bits >> i & 1) all = arena_print(a, "%s%s ", all, names[i]);
+  return all;
+#else
   FILE *file = fopen("/proc/cpuinfo", "re");
   char *line = NULL, *out = NULL;
   size_t room = 0;
@@ -54,6 +65,7 @@ static const char *processor_flags(arena *a) {
   free(line);
   if (file) fclose(file);
   return out ? out : " ";
+#endif
 }
 
 static bool has_flag(const char *flags, const char *flag) {
@@ -79,8 +91,9 @@ static const char *problem(struct aotb_package *p, uint32_t number, const char *
   struct utsname system;
   int asked[3], here[3];
   if (strcmp(t->device, "cpu")) return "it was built for a GPU";
-  if (uname(&system) || strcmp(system.machine, "x86_64") || strcmp(t->machine, "x86_64"))
-    return arena_print(&p->a, "it was built for %s, and only x86_64 is supported", shown(t->machine, strlen(t->machine)));
+  if (uname(&system) || strcmp(system.machine, t->machine))
+    return arena_print(&p->a, "it was built for %s, this is %s", shown(t->machine, strlen(t->machine)),
+                       shown(system.machine, strlen(system.machine)));
   for (uint32_t i = 0; i < t->cpu_flags.count; i++)
     if (!has_flag(flags, t->cpu_flags.at[i]))
       return arena_print(&p->a, "it needs the CPU flag %s, which this processor lacks", shown(t->cpu_flags.at[i], strlen(t->cpu_flags.at[i])));

@@ -1,7 +1,12 @@
 #include "sha256.h"
 
+#ifdef __x86_64__
 #include <immintrin.h>
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
 #include <stdbool.h>
 #include <string.h>
 
@@ -36,7 +41,9 @@ static void blocks_plain(uint32_t state[8], const uint8_t *data, size_t count) {
   }
 }
 
-/* Uses the processor's SHA instructions, which are five times as fast. The state is held as ABEF and CDGH. */
+/* blocks_sha uses the processor's SHA instructions, which are five times as fast (x86-64). */
+#ifdef __x86_64__
+/* The state is held as ABEF and CDGH. */
 __attribute__((target("sha,sse4.1,ssse3"))) static void blocks_sha(uint32_t state[8], const uint8_t *data, size_t count) {
   const __m128i order = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
   __m128i t = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xB1),
@@ -64,12 +71,41 @@ __attribute__((target("sha,sse4.1,ssse3"))) static void blocks_sha(uint32_t stat
   _mm_storeu_si128((__m128i *)(state + 4), _mm_alignr_epi8(u, t, 8));
 }
 
+static bool processor_has_sha(void) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && b >> 29 & 1 && __builtin_cpu_supports("sse4.1");
+}
+#elif defined(__aarch64__)
+__attribute__((target("+crypto"))) static void blocks_sha(uint32_t state[8], const uint8_t *data, size_t count) {
+  uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
+  for (; count--; data += 64) {
+    uint32x4_t w[4], abcd_before = abcd, efgh_before = efgh;
+    for (int i = 0; i < 4; i++) w[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data + 16 * i)));
+    for (int i = 0; i < 16; i++) {
+      uint32x4_t sum = vaddq_u32(w[i & 3], vld1q_u32(K + 4 * i)), abcd_now = abcd;
+      abcd = vsha256hq_u32(abcd, efgh, sum);
+      efgh = vsha256h2q_u32(efgh, abcd_now, sum);
+      if (i < 12) /* the four words of round i + 4 */
+        w[i & 3] = vsha256su1q_u32(vsha256su0q_u32(w[i & 3], w[(i + 1) & 3]), w[(i + 2) & 3], w[(i + 3) & 3]);
+    }
+    abcd = vaddq_u32(abcd, abcd_before);
+    efgh = vaddq_u32(efgh, efgh_before);
+  }
+  vst1q_u32(state, abcd);
+  vst1q_u32(state + 4, efgh);
+}
+
+static bool processor_has_sha(void) { return getauxval(AT_HWCAP) & HWCAP_SHA2; }
+#else
+#define blocks_sha blocks_plain
+static bool processor_has_sha(void) { return false; }
+#endif
+
 static bool has_sha(void) {
   static int known; /* 1: no, 2: yes */
   int is = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (!is) {
-    unsigned a, b, c, d;
-    is = __get_cpuid_count(7, 0, &a, &b, &c, &d) && b >> 29 & 1 && __builtin_cpu_supports("sse4.1") ? 2 : 1;
+    is = processor_has_sha() ? 2 : 1;
     __atomic_store_n(&known, is, __ATOMIC_RELAXED);
   }
   return is == 2;

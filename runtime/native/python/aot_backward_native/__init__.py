@@ -55,6 +55,7 @@ __all__ = [
     "include_dir",
     "library_dir",
     "load",
+    "source_dir",
     "tensor",
 ]
 
@@ -635,6 +636,11 @@ def include_dir() -> str:
 def library_dir() -> str:
     """Return the folder of ``libaot_backward.so``, ``libaotb_core.so`` and ``pkgconfig``."""
     return str(_FOLDER / "lib")
+
+
+def source_dir() -> str:
+    """Return the folder of the C sources and their Makefile, for building the libraries for another machine."""
+    return str(_FOLDER / "source")
 
 
 def cmake_dir() -> str:

@@ -1,0 +1,30 @@
+"""Builds the C libraries of aot-backward-native for another machine, and the program that runs an entry on them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from aot_backward_runtime.errors import ExportError
+
+from . import gcc
+from .compile_cache import cache_root, digest, store_folder
+
+
+def built(source: Path, machine: str) -> Path:
+    """Return the folder with ``libaot_backward.so``, ``libaotb_core.so`` and ``run_entry`` for ``machine``; build it if the cache has none.
+
+    ``source``: the folder with the C sources and their Makefile. Raise :class:`ExportError` without a compiler for ``machine``."""
+    compiler = " ".join(gcc.c_compiler(machine))
+    files = sorted(p for p in source.rglob("*") if p.suffix in (".c", ".h", ".inc") or p.name == "Makefile")
+    key = digest([machine, compiler, gcc.compiler_version(gcc.c_compiler(machine)), *(p.read_text() for p in files)])
+
+    def build(folder: Path) -> None:
+        jobs = f"-j{len(os.sched_getaffinity(0))}"
+        argv = ["make", "-C", str(source), f"CC={compiler}", f"BUILD={folder}", jobs, "all", f"{folder}/run_entry"]
+        process = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+        if process.returncode:
+            raise ExportError(f"the C libraries could not be built for {machine}:\n" + "\n".join(process.stdout.splitlines()[-15:]))
+
+    return store_folder(cache_root() / "shared" / key, build)
