@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from aot_backward_exporters.toolchain import gcc, native_libraries
+from aot_backward_runtime.compatibility import cpu_flags
+from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Target
 
 Placed = tuple[str, tuple[int, ...], int]
@@ -36,15 +38,23 @@ def emulator(machine: str) -> list[str]:
 
 def why_not(target: Target) -> str:
     """Return why code for ``target`` is not run on this machine, or ""."""
-    if target.machine == gcc.HERE or emulator(target.machine):
+    if target.machine == gcc.HERE:
+        lacking = [flag for flag in target.cpu_flags if flag not in cpu_flags()]
+        return f"was not run: this processor lacks the CPU flags {' '.join(lacking)}" if lacking else ""
+    if emulator(target.machine):
         return ""
     return f"was not run: this machine is {gcc.HERE}, and has no emulator (apt-get install qemu-user)"
 
 
 def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """Return the answer of ``standalone_process.py``. The tensors are in the file ``request["file"]``."""
+    if unknown := {dtype for tensors in (request["inputs"], request["incoming"]) for dtype, _, _ in tensors} - _CODES.keys():
+        return {"error": f"the C library takes no {', '.join(sorted(unknown))}"}
     source = Path(importlib.import_module("aot_backward_native").source_dir())
-    program = native_libraries.built(source, machine) / "run_entry"
+    try:
+        program = native_libraries.built(source, machine) / "run_entry"
+    except ExportError as error:
+        return {"error": str(error).splitlines()[0]}
     asked = Path(f"{request['file']}.request")
     with asked.open("wb") as file:
         for tensors in (request["inputs"], request["incoming"]):

@@ -20,7 +20,7 @@ from torch import nn
 import aot_backward as ab
 from aot_backward.checks import emulated
 from aot_backward_exporters.toolchain import native_libraries
-from aot_backward_runtime import load
+from aot_backward_runtime import compatibility, load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import standalone_by_target
 
@@ -217,6 +217,17 @@ def test_without_an_emulator_it_is_not_called_verified(tmp_path: Path, monkeypat
     monkeypatch.setattr(emulated, "emulator", lambda machine: [])
     verdicts = small(tmp_path / "bend.pt2", runtime="standalone")
     assert verdicts == {"cpu:avx2": "verified", "cpu:neon": "was not run: this machine is x86_64, and has no emulator (apt-get install qemu-user)"}
+
+
+def test_a_target_that_did_not_run_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an older processor exports for a newer one, too."""
+    monkeypatch.setattr(emulated, "cpu_flags", lambda: compatibility.cpu_flags() - {"avx2"})
+    example = torch.linspace(-1, 1, 12).view(4, 3)
+    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((example,))])}, target="cpu:sse4,cpu:avx2", tune="none")
+    verdicts = standalone_by_target(open_package(tmp_path / "bend.pt2").manifest, "bend")
+    assert verdicts == {"cpu:sse4": "verified", "cpu:avx2": "was not run: this processor lacks the CPU flags avx2"}
+    value, _ = abn.load(tmp_path / "bend.pt2").grad()(example.numpy())
+    torch.testing.assert_close(torch.as_tensor(value), bend(example))
 
 
 def test_without_a_compiler_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

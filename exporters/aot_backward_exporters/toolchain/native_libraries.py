@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,9 @@ def built(source: Path, machine: str) -> Path:
     """Return the folder with ``libaot_backward.so``, ``libaotb_core.so`` and ``run_entry`` for ``machine``; build it if the cache has none.
 
     ``source``: the folder with the C sources and their Makefile. Raise :class:`ExportError` without a compiler for ``machine``."""
+    for program in (gcc.c_compiler(machine)[0], "make"):
+        if shutil.which(program) is None:
+            raise ExportError(f"the C libraries for {machine} need {program}, and it was not found: apt-get install gcc-{machine}-linux-gnu make")
     compiler = " ".join(gcc.c_compiler(machine))
     files = sorted(p for p in source.rglob("*") if p.suffix in (".c", ".h", ".inc") or p.name == "Makefile")
     key = digest([machine, compiler, gcc.compiler_version(gcc.c_compiler(machine)), *(p.read_text() for p in files)])

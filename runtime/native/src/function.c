@@ -91,7 +91,7 @@ aotb_status aotb_get(aotb_package *p, const char *name, aotb_function **out) {
   REQUIRE(name, "entry", "the name of an entry");
   const entry_spec *entry = package_entry(p, name);
   if (!entry) return AOTB_NAME;
-  const char *verdict = p->target && entry->standalones.count ? entry->standalones.at[p->target - 1] : entry->standalone;
+  const char *verdict = standalone_for(entry, p->target);
   if (p->backend->standalone && !p->unchecked && strcmp(verdict, "verified"))
     return aotb_fail(AOTB_INCOMPATIBLE, "package %s: entry %s %s%s: open the package with the backend libtorch", p->path, entry->name,
                      *verdict ? "does not run on the backend standalone: it " : "was not tried on the backend standalone when it was exported",

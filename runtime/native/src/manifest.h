@@ -167,8 +167,12 @@ typedef struct {
   /* "verified": the standalone backend gave the stored results; else the reason, or "" if it was not tried. The same for the further targets, or empty:
    * before format 1.17 there is one for all. */
   const char *standalone;
-  texts standalones;
+  texts standalones; /* standalone_for reads both */
 } entry_spec;
+
+static inline const char *standalone_for(const entry_spec *e, uint32_t target) {
+  return target && e->standalones.count ? e->standalones.at[target - 1] : e->standalone;
+}
 
 typedef struct {
   const char *device, *machine, *name;

@@ -103,7 +103,15 @@ static const char *problem(struct aotb_package *p, uint32_t number, const char *
   return NULL;
 }
 
-/* Chooses the target with the most flags among the targets that this processor supports. */
+/* Counts the entries that the backend runs for the target. */
+static uint32_t runs(const struct aotb_package *p, uint32_t target) {
+  uint32_t out = 0;
+  for (uint32_t i = 0; i < p->m.entry_count; i++)
+    out += !p->backend->standalone || p->unchecked || !strcmp(standalone_for(&p->m.entries[i], target), "verified");
+  return out;
+}
+
+/* Chooses among the targets that this processor supports those that run the most entries; among these, the one with the most flags. */
 static void choose_target(struct aotb_package *p) {
   const char *flags = processor_flags(&p->a), *why = NULL;
   bool found = false;
@@ -113,7 +121,8 @@ static void choose_target(struct aotb_package *p) {
       if (!why) why = wrong;
       continue;
     }
-    if (!found || p->m.targets[i].cpu_flags.count > p->m.targets[p->target].cpu_flags.count) p->target = i;
+    uint32_t here = runs(p, i), best = runs(p, p->target);
+    if (!found || here > best || (here == best && p->m.targets[i].cpu_flags.count > p->m.targets[p->target].cpu_flags.count)) p->target = i;
     found = true;
   }
   if (!found && p->m.library_count) arena_fail(&p->a, AOTB_INCOMPATIBLE, "it cannot run here: %s", why);
@@ -171,7 +180,6 @@ static void read_all(struct aotb_package *p, const char *public_key) {
   sha256_add(&h, text, (size_t)found->size);
   sha256_end(&h, p->digest);
   manifest_read(&p->m, &p->z, text, (size_t)found->size);
-  choose_target(p);
 }
 
 aotb_status aotb_open(const char *path, const aotb_options *options, aotb_package **out) {
@@ -205,6 +213,7 @@ aotb_status aotb_open(const char *path, const aotb_options *options, aotb_packag
   read_all(p, options ? options->public_key : NULL);
   p->backend = backend_open(&p->a, options ? options->backend : NULL);
   p->unchecked = options && options->unchecked;
+  choose_target(p);
   check_torch(p);
   p->a.back = NULL;
   *out = p;
