@@ -232,6 +232,7 @@ def test_transforms_in_the_program_keep_the_batch_open(tmp_path: Path) -> None:
 
 BESIDE_A_CONSTANT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat": lambda x, u: torch.cat([u, x.square()], 1),
+    "cat of integers": lambda x, u: torch.cat([x.exp(), (u > 0).long(), u > 0], 1),
     "stack": lambda x, u: torch.stack([x[:, :2].sin(), u], 2),
     "where": lambda x, u: torch.where(u[:, :1] > 0, x * x, u[:, :1]),
     "mm": lambda x, u: u.T @ x.exp(),

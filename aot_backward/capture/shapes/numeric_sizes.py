@@ -118,12 +118,14 @@ def _with_tangents(operator: Any, tensors: Sequence[torch.Tensor], dim: int = 0)
     """Join tensors of which some have a tangent: zeros for the others, which torch would make of their sizes as numbers."""
     has = [fwd.unpack_dual(t, level=0).tangent is not None for t in tensors]
     if any(has):
-        tensors = [t if known else _with_zeros(t.contiguous()) for t, known in zip(tensors, has, strict=True)]
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))  # only floating-point and complex tensors have tangents
+        tensors = [t if known else _with_zeros(t.to(dtype)) for t, known in zip(tensors, has, strict=True)]
     return torch_api.call_kernel(operator, torch_api.DispatchKey.Autograd, tensors, dim)
 
 
 def _with_zeros(x: torch.Tensor) -> torch.Tensor:
-    return fwd.make_dual(x, torch.zeros(x.shape, dtype=x.dtype, device=x.device), level=0)
+    dense = x.clone()  # in the same memory format; a tangent must have the strides of its primal
+    return fwd.make_dual(dense, torch.zeros_like(dense), level=0)
 
 
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
