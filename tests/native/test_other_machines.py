@@ -230,6 +230,14 @@ def test_a_target_that_did_not_run_is_not_chosen(tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(torch.as_tensor(value), bend(example))
 
 
+def test_an_entry_that_was_not_run_does_not_count_as_one_without_pytorch(tmp_path: Path) -> None:
+    """An export for the other machine alone has no results of eager to compare with."""
+    with pytest.raises(ab.ExportError, match="entry 'bend' stores no example: this does not run without PyTorch; nothing was written"):
+        ab.export(
+            tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 32),))])}, target="cpu:neon", tune="none", runtime="standalone"
+        )
+
+
 def test_without_a_compiler_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX_AARCH64", "/no/compiler")
     with pytest.raises(ab.ExportError, match="code for aarch64 needs the compiler /no/compiler, and none was found: apt-get install"):

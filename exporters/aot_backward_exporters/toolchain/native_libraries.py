@@ -26,8 +26,9 @@ def built(source: Path, machine: str) -> Path:
 
     def build(folder: Path) -> None:
         jobs = f"-j{len(os.sched_getaffinity(0))}"
-        argv = ["make", "-C", str(source), f"CC={compiler}", f"BUILD={folder}", jobs, "all", f"{folder}/run_entry"]
-        process = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+        argv = ["make", "-C", str(source), f"CC={compiler}", "CFLAGS=-O2", f"BUILD={folder}", jobs, "all", f"{folder}/run_entry"]
+        env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+        process = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False, env=env)
         if process.returncode:
             raise ExportError(f"the C libraries could not be built for {machine}:\n" + "\n".join(process.stdout.splitlines()[-15:]))
 
