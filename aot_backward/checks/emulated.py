@@ -29,11 +29,17 @@ _CODES = {
 _NAMES = {code: name for name, code in _CODES.items()}
 
 
+_PROCESSORS = {"aarch64": "cortex-a53"}
+"""A processor with the instructions of the targets for that machine (armv8-a) and few more: qemu's default one has all that it knows."""
+
+
 def emulator(machine: str) -> list[str]:
     """Return the command that runs programs for ``machine`` here, without the program; [] if there is none."""
     found = next((path for name in (f"qemu-{machine}", f"qemu-{machine}-static") if (path := shutil.which(name))), None)
+    if found is None or machine not in _PROCESSORS:
+        return []
     libraries = Path(f"/usr/{machine}-linux-gnu")  # of Debian's cross compiler
-    return [found, *(["-L", str(libraries)] if libraries.exists() else [])] if found else []
+    return [found, "-cpu", _PROCESSORS[machine], *(["-L", str(libraries)] if libraries.exists() else [])]
 
 
 def why_not(target: Target) -> str:
@@ -54,7 +60,7 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     try:
         program = native_libraries.built(source, machine) / "run_entry"
     except ExportError as error:
-        return {"error": str(error).splitlines()[0]}
+        return {"error": str(error)}
     asked = Path(f"{request['file']}.request")
     with asked.open("wb") as file:
         for tensors in (request["inputs"], request["incoming"]):

@@ -60,12 +60,11 @@ def with_standalone(
         progress("check without PyTorch", number, len(all_targets))
         stems = {name: stem_of(name, target if number else None) for name in manifest.libraries}
         write = partial(write_package, artifacts={name: artifacts[stem] for name, stem in stems.items()}, weights=weights, examples=examples)
-        for name, verdict in _verdicts(
-            seen_as(manifest, number), candidates, write, {n: artifacts[s].library for n, s in stems.items()}, examples, folder
-        ):
+        libraries = {name: artifacts[stem].library for name, stem in stems.items()}
+        not_run = emulated.why_not(target)
+        for name, verdict in _verdicts(seen_as(manifest, number), candidates, write, libraries, examples, folder, not_run):
             verdicts[name].append(verdict)
-            not_run = verdict != "" and verdict == emulated.why_not(target)
-            if required and verdict != standalone.VERIFIED and not not_run:
+            if required and verdict not in {standalone.VERIFIED, not_run} - {""}:
                 label = f" for {target.label}" if len(all_targets) > 1 else ""
                 raise ExportError(f"entry {name!r} {verdict or _UNTRIED}{label}: this does not run without PyTorch; nothing was written")
     progress("check without PyTorch", len(all_targets), len(all_targets))
@@ -83,16 +82,17 @@ def _verdicts(
     libraries: Mapping[str, Path],
     examples: Mapping[str, torch.Tensor],
     folder: Path,
+    not_run: str,
 ) -> Iterator[tuple[str, str]]:
-    """Yield each entry's verdict for a package of one target. ``libraries``: its compiled graphs."""
+    """Yield each entry's verdict for a package of one target. ``libraries``: its compiled graphs. ``not_run``: why they cannot run here, or ""."""
     path = folder / "standalone.pt2"
     for name, entry in entries.items():
         names = _libraries(entry)
         operators = {o for library in names for o in manifest.libraries[library].operators}
         if missing := standalone.lacking((libraries[library] for library in names), operators):
             yield name, f"calls {', '.join(missing)}"
-        elif reason := emulated.why_not(manifest.target):
-            yield name, reason
+        elif not_run:
+            yield name, not_run
         else:
             if not path.exists():
                 write(path, manifest)

@@ -158,11 +158,11 @@ def test_each_entry_reproduces_the_stored_results_on_both(package: Path) -> None
     assert "compared with eager, cpu:neon: not run: it was built for linux aarch64, this is linux x86_64" in text
 
 
-def emulated_run(package: Path, entry: str, folder: Path, variant: int = 0) -> subprocess.CompletedProcess[str]:
+def emulated_run(package: Path, entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     request = folder / "request"
     request.write_bytes(struct.pack("<3q", 0, 0, 0))
     program = native_libraries.built(Path(abn.source_dir()), "aarch64") / "run_entry"
-    argv = [*emulated.emulator("aarch64"), program, package, entry, variant, "-", 0, 0, request, folder / "results"]
+    argv = [*emulated.emulator("aarch64"), program, package, entry, 0, "-", 0, 0, request, folder / "results"]
     return subprocess.run(list(map(str, argv)), capture_output=True, text=True, check=False)
 
 

@@ -34,7 +34,7 @@ def carried() -> Iterator[None]:
         (aten.mul.Tensor, zero): _zeros,
         (aten.div.Tensor, zero): _quotient,
         (aten.linalg_cross.default, zero): _zeros,
-        (aten._has_same_storage_numel.default, zero): lambda x, y: True,
+        (aten._has_same_storage_numel.default, zero): lambda x, y: True,  # else torch would copy the zeros, and read an offset as a number
         (aten.view.default, zero): _viewed,
         (aten.sgn.default, autograd): _sign,
         (aten.cat.default, autograd): functools.partial(_with_tangents, aten.cat.default),

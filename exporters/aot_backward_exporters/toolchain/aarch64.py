@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MACHINE = "aarch64"
-_SINCE_2_17 = ("pthread_rwlock_rdlock", "pthread_rwlock_wrlock", "pthread_rwlock_unlock", "pow", "exp", "exp2", "hypot", "fmod")
+_SINCE_2_17 = ("pthread_rwlock_rdlock", "pthread_rwlock_wrlock", "pthread_rwlock_unlock", "pow", "exp", "exp2", "hypot", "hypotf", "fmod")
 _SLEEF = Path(__file__).with_name("sleef_neon.h")
 
 

@@ -127,12 +127,13 @@ def compiler(machine: str = HERE) -> tuple[str, ...]:
 
 
 def c_compiler(machine: str) -> tuple[str, ...]:
-    """Return the command of the C compiler that comes with :func:`compiler`."""
+    """Return the command of the C compiler that comes with :func:`compiler`, which may begin with another program: ``ccache g++``, ``zig c++``."""
     command = compiler(machine)
-    folder, slash, name = command[0].rpartition("/")
-    for cpp, c in (("clang++", "clang"), ("g++", "gcc"), ("c++", "cc")):
-        if cpp in name:
-            return (folder + slash + name.replace(cpp, c), *command[1:])
+    for number, word in enumerate(command):
+        folder, slash, name = word.rpartition("/")
+        for cpp, c in (("clang++", "clang"), ("g++", "gcc"), ("c++", "cc")):
+            if cpp in name:
+                return (*command[:number], folder + slash + name.replace(cpp, c), *command[number + 1 :])
     return command
 
 
@@ -238,7 +239,7 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
     text = texts[part]()
     if command.machine == aarch64.MACHINE and part in (added := {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}):
         text = added[part](text)
-    key = digest([part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.flags])
+    key = digest([part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.compiler[1:], *command.flags])
 
     def build(folder: Path) -> None:
         if part == "torch":

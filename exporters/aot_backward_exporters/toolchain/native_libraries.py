@@ -30,6 +30,8 @@ def built(source: Path, machine: str) -> Path:
         env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
         process = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False, env=env)
         if process.returncode:
-            raise ExportError(f"the C libraries could not be built for {machine}:\n" + "\n".join(process.stdout.splitlines()[-15:]))
+            lines = process.stdout.splitlines()
+            reason = next((line for line in lines if "error" in line.lower()), lines[-1])
+            raise ExportError(f"the C libraries could not be built for {machine}: {reason}")
 
     return store_folder(cache_root() / "shared" / key, build)

@@ -15,8 +15,8 @@ def targets_of(manifest: Manifest) -> tuple[Target, ...]:
 
 def standalone_by_target(manifest: Manifest, entry: str) -> dict[str, str]:
     """Return ``EntrySpec.standalone`` of that entry by the name of each target."""
-    targets = targets_of(manifest)
-    return {target.label: seen_as(manifest, number).entries[entry].standalone for number, target in enumerate(targets)}
+    spec = manifest.entries[entry]
+    return {target.label: _standalone(spec, number) for number, target in enumerate(targets_of(manifest))}
 
 
 def seen_as(manifest: Manifest, number: int) -> Manifest:
@@ -44,7 +44,11 @@ def _judged(entry: EntrySpec, number: int) -> EntrySpec:
         structures=tuple(dataclasses.replace(s, variants=tuple(map(of, s.variants))) for s in entry.structures),
         updates=tuple(map(of, entry.updates)),
         clippings=tuple(map(of, entry.clippings)),
-        # Before format 1.17 there is one for all targets.
-        standalone=entry.standalones[number - 1] if number and entry.standalones else entry.standalone,
+        standalone=_standalone(entry, number),
         standalones=(),
     )
+
+
+def _standalone(entry: EntrySpec, number: int) -> str:
+    """Return the word for target ``number``. Before format 1.17 there is one for all."""
+    return entry.standalones[number - 1] if number and entry.standalones else entry.standalone
