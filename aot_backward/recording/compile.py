@@ -31,7 +31,7 @@ from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
 from .recorded_structure import RecordedStructure
 from .selection import Batches, percent, select
-from .trace import TracedProgram, trace_structures
+from .trace import TOO_FEW, TracedProgram, trace_structures
 
 
 def add_passes(
@@ -75,7 +75,7 @@ def add_passes(
                 stage = _in_words([s for _, s in batch], added, percent(covered_seconds, total))
                 say(stage, 0, len(batch))
                 mode = fake_mode()
-                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say), mode)
+                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say, timed=job.timed), mode)
                 added.settled |= {fingerprint for fingerprint, _ in batch}
                 say(stage, len(batch), len(batch))
             if steps is not None and not (selection.structures and batches.is_over):
@@ -109,6 +109,7 @@ class _Job:
         """``new``: fingerprints that the package does not have, in order."""
         self.package, self.added = package, added
         self._target, self._tune, self._say, self._folder = target, tune, say, folder
+        self.timed = tune != "none" and target.startswith("cpu")
         self._parts = itertools.count()
         self._places = {fingerprint: place for place, fingerprint in enumerate(new)}
         self._next: tuple[PackageUpdate, Contents] | None = None  # the next state of the file
@@ -127,7 +128,7 @@ class _Job:
                 if spec is not None and spec.speed is not None and not is_served(spec.speed):
                     self.added.slower.append(pass_speed.slower(program, spec.speed))
                 elif spec is not None and spec.speed is None and self._tune != "none" and not pass_speed.why_untimed(program, spec, self._target):
-                    self.added.skipped[f"{program.name}: {pass_speed.TOO_FEW}{program.structure.location()}"] += 1
+                    self.added.skipped[f"{TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
                     passes.append((program, spec))
                     untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []

@@ -33,8 +33,6 @@ from .recorded_structure import ExamplePass
 from .trace import TracedProgram
 
 EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
-_MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
-TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 log = logging.getLogger("aot_backward")
 
 
@@ -49,7 +47,7 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     for example in program.examples:
         pass_times = example.times
         values = PassContract(spec).symbol_values(example.shapes, example.sizes)
-        if pass_times.times_interpreted < _MIN_TIMES[0] or pass_times.times_in_eager < _MIN_TIMES[1] or not holds_for(spec, example, values):
+        if not pass_times.enough or not holds_for(spec, example, values):
             continue
         try:
             local_times = stopwatch.microseconds(_calls(program, spec, libraries, example), SECONDS, sample=0)

@@ -17,6 +17,7 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
+_MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
 _TIMED = 64  # the most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
 
 
@@ -32,6 +33,11 @@ class PassTimes:
     times_in_eager: int = 0
     rows: int = 0  # rows of eager passes that were begun
     passes_in_eager: int = 0  # including passes of an unfinished row
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough passes were timed to compare compiled code with eager."""
+        return self.times_interpreted >= _MIN_TIMES[0] and self.times_in_eager >= _MIN_TIMES[1]
 
 
 @dataclass

@@ -22,6 +22,7 @@ from .recorded_structure import ExamplePass, RecordedStructure
 
 _MAX_VARIANTS = 8  # of one structure: bounds the time of compiling and the size of a package; a guess
 _MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences; a guess
+TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 _PREFIX = "pass"  # of the graphs' names
 
 
@@ -65,18 +66,21 @@ def trace_structures(
     fake_mode: Any,
     skipped: Counter[str],
     say: Progress,
+    *,
+    timed: bool,
 ) -> list[TracedProgram]:
-    """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint."""
+    """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint. ``timed``: whether passes
+    that were not timed often enough in the script are left out. Code that includes custom functions cannot be timed, and is kept."""
     programs: list[TracedProgram] = []
     for done, (fingerprint, structure) in enumerate(structures.items()):
         say("trace", done, len(structures))
-        programs += _trace_structure(fingerprint, structure, known_variants(fingerprint), fake_mode, skipped)
+        programs += _trace_structure(fingerprint, structure, known_variants(fingerprint), fake_mode, skipped, timed)
     say("trace", len(structures), len(structures))
     return programs
 
 
 def _trace_structure(
-    fingerprint: str, structure: RecordedStructure, variants: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str]
+    fingerprint: str, structure: RecordedStructure, variants: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str], timed: bool
 ) -> list[TracedProgram]:
     out = []
     observations = structure.observations
@@ -87,6 +91,9 @@ def _trace_structure(
             skipped[
                 f"{name}: one structure has passes of more than {_MAX_VARIANTS} kinds (kinds differ in layouts, dtypes, or sizes that are 0 or 1)"
             ] += 1
+            continue
+        if timed and not structure.contexts and not any(e.times.enough for _, e in structure.examples.get(group[0].kind(), [])):
+            skipped[f"{TOO_FEW}{structure.location()}"] += 1
             continue
         try:
             out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))
@@ -135,6 +142,6 @@ def _refuse_unsupported(structure: RecordedStructure, observation: Observation) 
     for i, tensor in enumerate(observation.inputs):
         if tensor.unsupported:
             raise ExportError(
-                f"{input_name(structure.tape, i)} is {tensor.unsupported}; a compiled pass takes plain, dense tensors. Such passes stay "
-                "interpreted, with eager's gradients; to have them compiled, let the forward compute on plain, dense tensors there"
+                f"{input_name(structure.tape, i)} is {tensor.unsupported}; a compiled pass takes plain, dense tensors. Such passes are "
+                "left to PyTorch; to have them compiled, let the forward compute on plain, dense tensors there"
             )

@@ -15,6 +15,7 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward.recording import pass_speed
+from aot_backward.recording.recorded_structure import PassTimes
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import MissError
 from aot_backward_runtime.format.manifest import PassSpec, Speed, Timing
@@ -63,12 +64,18 @@ def said(chosen: str, *sizes: str) -> Callable[..., Speed]:
     return lambda *_: Speed(chosen, timings, labels, 1, "a processor", "quick", "cpu", torch.__version__, 0)
 
 
+def measured_by(patch: pytest.MonkeyPatch, measure: Callable[..., Speed | None]) -> None:
+    """Time every compiled pass by ``measure``, however few passes of the script were timed."""
+    patch.setattr(pass_speed, "measure", measure)
+    patch.setattr(PassTimes, "enough", True)
+
+
 def recorded() -> Path:
     """Return a package of :func:`passes` of :func:`small` that says compiled code is faster. Do not write to it."""
 
     def make(path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pass_speed, "measure", said("compiled"))
+            measured_by(patch, said("compiled"))
             with ab.record(path, tune="quick") as recording:
                 passes(small(), (3, 3, 5))
         assert not recording.skipped and not recording.slower
@@ -124,7 +131,7 @@ def test_passes_that_look_alike_and_are_not_are_all_recorded(tmp_path: Path) -> 
 
 def test_what_eager_does_as_fast_is_left_out_and_goes_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, net, other = tmp_path / "bw.pt2", small(), unserved()
-    monkeypatch.setattr(pass_speed, "measure", lambda program, *_: said("eager" if "Sigmoid" in str(program.structure.tape.nodes) else "compiled")())
+    measured_by(monkeypatch, lambda program, *_: said("eager" if "Sigmoid" in str(program.structure.tape.nodes) else "compiled")())
     with ab.record(path, tune="quick") as recording:
         for each in (net, other):
             passes(each, (3, 3, 5))
@@ -139,7 +146,7 @@ def test_what_eager_does_as_fast_is_left_out_and_goes_to_eager(tmp_path: Path, m
     assert report.compiled > 0 and sum(report.misses.values()) <= 8 and sum(report.eager.values()) >= 60
     assert "called from a place where the package had no code for the last passes" in str(report)
 
-    monkeypatch.setattr(pass_speed, "measure", said("eager"))
+    measured_by(monkeypatch, said("eager"))
     with ab.record(tmp_path / "none.pt2", tune="quick"):
         passes(net, (3, 3, 5))
     assert not (tmp_path / "none.pt2").exists()

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 import aot_backward as ab
-from aot_backward.recording import pass_speed
 from aot_backward_exporters.progress import silent
 from aot_backward_exporters.toolchain import gcc
 
 from ..commands.test_cli import called
 from ..support.terminal import on_terminal
-from .test_pass_speed import said
+from .test_pass_speed import measured_by, said
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Passes = Callable[[], None]
@@ -83,7 +82,7 @@ def test_another_variant_of_a_known_structure_counts_as_seen(tmp_path: Path) -> 
 
 
 def test_passes_that_were_timed_in_eager_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_speed, "measure", said("compiled"))
+    measured_by(monkeypatch, said("compiled"))
     for passes, written in ((11, False), (12, True)):
         with ab.record(tmp_path / "bw.pt2", tune="quick", min_seen=12) as recording:
             for _ in range(passes):

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import aot_backward as ab
-from aot_backward.recording import pass_speed
+from aot_backward.cli.support.record_report import lines
+from aot_backward.recording import trace
 from aot_backward_runtime.format.manifest import Timing
 from aot_backward_runtime.passes.replay_report import Reasons, Report
 
 from ..conftest import aot_backward
 from ..support.exports import shared
-from .test_pass_speed import passes, recorded, said, small
+from .test_pass_speed import measured_by, passes, recorded, said, small
 from .test_record import mlp, recorded_mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +40,7 @@ def timed(eager: float, *sizes: int) -> Path:
         speed = said("compiled", *(f"s0={size}" for size in sizes))()
         timings = tuple(Timing(t.name, tuple(eager if t.name == "eager" else 0.0 for _ in t.microseconds)) for t in speed.timings)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pass_speed, "measure", lambda *_: dataclasses.replace(speed, timings=timings))
+            measured_by(patch, lambda *_: dataclasses.replace(speed, timings=timings))
             with ab.record(path, tune="quick"):
                 passes(small(), (3, 3, 5))
 
@@ -174,6 +175,20 @@ def test_a_short_recording_keeps_nothing_and_says_what_to_do(tmp_path: Path) -> 
     assert "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none" in brief
     done = aot_backward("record", "--tune", "none", "-o", path, "--", script)
     assert done.returncode == 0 and path.exists(), done.stderr
+
+
+def test_passes_of_too_few_times_cost_no_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_trace(*args: object) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(trace, "trace_partition", no_trace)
+    with ab.record(tmp_path / "bw.pt2", tune="quick") as recording:
+        for _ in range(3):
+            for function in (torch.sin, torch.cos):
+                function(torch.ones(3, requires_grad=True)).sum().backward()
+    ((reason, times),) = recording.skipped.items()
+    assert times == 2 and reason.startswith("too few passes of one size to time it against eager")
+    assert any(line.startswith("  left out x2: too few passes") for line in lines(recording, tmp_path / "bw.pt2"))
 
 
 def test_the_most_frequent_reasons_are_shown_and_few() -> None:

@@ -62,8 +62,8 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
         yield f"  left out, not faster than eager: {len(added.slower) - _REASONS_SHOWN} others (--json has all)"
     for reason, times in report.eager.shown(_REASONS_SHOWN).items():
         yield f"  eager x{times}: {reason}"
-    for reason in list(session.skipped)[:_REASONS_SHOWN]:
-        yield f"  left out: {reason}"
+    for reason, times in list(session.skipped.items())[:_REASONS_SHOWN]:
+        yield f"  left out{f' x{times}' if times > 1 else ''}: {reason}"
     if len(session.skipped) > _REASONS_SHOWN:
         yield f"  left out for {len(session.skipped) - _REASONS_SHOWN} other reasons (--json has all)"
 
