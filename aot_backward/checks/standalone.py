@@ -44,7 +44,8 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
     names = set[str]()
     for library in libraries:
         process = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
-        names.update(line.split()[-1].partition("@")[0] for line in process.stdout.splitlines())
+        symbols = [line.split() for line in process.stdout.splitlines()]
+        names.update(name.partition("@")[0] for kind, name in symbols if kind == "U")  # not the weak ones
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
     missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
     missing_operators = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in missing}

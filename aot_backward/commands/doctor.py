@@ -27,6 +27,7 @@ from aot_backward_runtime.format.elf import MACHINES
 from ..checks import emulated
 
 _LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
+_PRODUCTS = "AOT_BACKWARD_PRODUCTS"
 _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"
 
 
@@ -42,7 +43,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything, in the order in which it would fail."""
-    return [check() for check in (_system, _python, _torch, _processor, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
+    return [check() for check in (_system, _python, _torch, _processor, products, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
 
 
 def _system() -> Finding:
@@ -77,6 +78,17 @@ def _processor() -> Finding:
             "packages cannot be checked or run here: use a newer processor",
         )
     return Finding("processor", "ok", f"has all of {march}; {len(os.sched_getaffinity(0))} usable cores")
+
+
+def products() -> Finding:
+    """Return the library of large matrix products in compiled code; the code itself follows the same rule (``toolchain/products.h``)."""
+    name = "matrix products"
+    if library := os.environ.get(_PRODUCTS):
+        if library not in ("mkl", "onednn"):
+            return Finding(name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it")
+        return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({_PRODUCTS})")
+    is_faster = compatibility.processor_vendor() == "AuthenticAMD" and "avx512f" in compatibility.cpu_flags()
+    return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)" if is_faster else "MKL, or what PyTorch's mm calls")
 
 
 def _c_library() -> Finding:

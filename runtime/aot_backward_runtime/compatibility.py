@@ -149,6 +149,11 @@ def processor_name() -> str:
     return _of_processor("model name")
 
 
+def processor_vendor() -> str:
+    """Return the maker's name in the processor: "AuthenticAMD", "GenuineIntel"; "" on aarch64."""
+    return _of_processor("vendor_id")
+
+
 def _of_processor(field: str) -> str:
     """Return a field of /proc/cpuinfo for the first processor only: the kernel makes the text as it is read, 0.1 ms for each further one."""
     with Path("/proc/cpuinfo").open() as file:

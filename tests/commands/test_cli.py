@@ -368,7 +368,19 @@ def test_doctor_where_all_is_well() -> None:
     findings = json.loads(called("doctor", "--json").stdout)
     assert findings["ok"]
     assert [f["what"] for f in findings["findings"]] == [
-        *("system", "python", "torch", "processor", "C library", "compiler", "cache folder", "temporary folder", "GPU", "targets for aarch64")
+        *(
+            "system",
+            "python",
+            "torch",
+            "processor",
+            "matrix products",
+            "C library",
+            "compiler",
+            "cache folder",
+            "temporary folder",
+            "GPU",
+            "targets for aarch64",
+        )
     ]
 
 

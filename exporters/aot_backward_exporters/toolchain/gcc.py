@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..process_state import patched
-from . import aarch64, cpp_source
+from . import aarch64, cpp_source, products
 from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
@@ -161,8 +161,9 @@ class Builder:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def compile(self, name: str, commands: Sequence[Command], folder: Path) -> list[Future[None]]:
-        """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue."""
+    def compile(self, name: str, commands: Sequence[Command], folder: Path, large_products: str = "") -> list[Future[None]]:
+        """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue.
+        ``large_products``: "static" or "open" if the graph has matrix products that may be oneDNN's, of such sizes."""
         compiles = commands[:-1]  # the last is the link
         for command in compiles:
             for file, text in command.sources.items():
@@ -170,6 +171,8 @@ class Builder:
                 # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
                 text = prepare(text) if prepare else text
+                if large_products and file == "wrapper.cpp" and command.machine == "x86_64":
+                    text = products.source(text, sizes_are_open=large_products == "open")
                 (folder / file).write_text(aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
