@@ -29,9 +29,9 @@ from .optimizer_steps.observed_steps import ObservedSteps
 from .package_update import PackageUpdate, locked
 from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
-from .recorded_structure import RecordedStructure
+from .recorded_structure import TOO_FEW, RecordedStructure
 from .selection import Batches, percent, select
-from .trace import TOO_FEW, TracedProgram, trace_structures
+from .trace import TracedProgram, trace_structures
 
 
 def add_passes(
@@ -64,8 +64,11 @@ def add_passes(
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, Interrupts() as interrupts:
         say = interrupts.watching(progress or silent)
         package = PackageUpdate.read(path, entry, target)
-        selection = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)))
-        added.seldom, added.chosen = selection.seldom, len(selection.structures)
+        timed = tune != "none" and target.startswith("cpu")
+        selection = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)), timed=timed)
+        added.skipped.update(f"{TOO_FEW}{structure.location()}" for structure in selection.untimed.values())
+        added.settled |= selection.untimed.keys()
+        added.seldom, added.chosen = selection.seldom, len(selection.structures) + len(selection.untimed)
         new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
         job = _Job(package, added, target, tune, say, Path(folder), new)
         batches, covered_seconds = Batches(time_limit), served
@@ -75,7 +78,7 @@ def add_passes(
                 stage = _in_words([s for _, s in batch], added, percent(covered_seconds, total))
                 say(stage, 0, len(batch))
                 mode = fake_mode()
-                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say, timed=job.timed), mode)
+                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say, timed=timed), mode)
                 added.settled |= {fingerprint for fingerprint, _ in batch}
                 say(stage, len(batch), len(batch))
             if steps is not None and not (selection.structures and batches.is_over):
@@ -109,7 +112,6 @@ class _Job:
         """``new``: fingerprints that the package does not have, in order."""
         self.package, self.added = package, added
         self._target, self._tune, self._say, self._folder = target, tune, say, folder
-        self.timed = tune != "none" and target.startswith("cpu")
         self._parts = itertools.count()
         self._places = {fingerprint: place for place, fingerprint in enumerate(new)}
         self._next: tuple[PackageUpdate, Contents] | None = None  # the next state of the file

@@ -17,6 +17,7 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
+TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 _MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
 _TIMED = 64  # the most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
 
@@ -113,6 +114,12 @@ class RecordedStructure:
                 return PassTimes()
             del self.times[once]
         return self.times.setdefault(observation, PassTimes())
+
+    def is_untimed(self, observation: Observation) -> bool:
+        """Return whether too few passes like ``observation`` were timed to compare compiled code with eager. False if there is another answer: code
+        that includes custom functions is kept without times, and a tensor that compiled code cannot take is refused by name."""
+        answered = self.contexts or any(t.unsupported for t in observation.inputs)
+        return not answered and not any(e.times.enough for _, e in self.examples.get(observation.kind(), []))
 
     def location(self, node: int | None = None) -> str:
         """Return the place of such a pass, or of a node of it, in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""

@@ -24,19 +24,22 @@ MIN_SEEN = 2
 
 @dataclass(frozen=True)
 class Selection:
-    """``structures``: by fingerprint, the most expensive first. ``seldom``: the number of structures that came less often than ``min_seen``."""
+    """``structures``: by fingerprint, the most expensive first. ``seldom``: the number of structures that came less often than ``min_seen``.
+    ``untimed``: structures of which no pass was timed often enough."""
 
     structures: dict[str, RecordedStructure]
     seldom: int
+    untimed: dict[str, RecordedStructure]
 
 
-def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known: Callable[[str], bool]) -> Selection:
+def select(structures: Mapping[str, RecordedStructure], min_seen: int, is_known: Callable[[str], bool], *, timed: bool) -> Selection:
     """Select structures. ``is_known``: whether the package has a variant of the structure with that fingerprint, which then counts as often
-    enough."""
+    enough. ``timed``: whether compiled code is kept only if it can be compared with eager's time."""
     candidates = {fingerprint: structure for fingerprint, structure in structures.items() if structure.passes}
     frequent = {fingerprint: s for fingerprint, s in candidates.items() if s.passes >= min_seen or is_known(fingerprint)}
-    by_cost = sorted(frequent.items(), key=lambda item: -item[1].backward_seconds)
-    return Selection(dict(by_cost), len(candidates) - len(frequent))
+    untimed = {fingerprint: s for fingerprint, s in frequent.items() if timed and s.observations and all(map(s.is_untimed, s.observations))}
+    by_cost = sorted(((f, s) for f, s in frequent.items() if f not in untimed), key=lambda item: -item[1].backward_seconds)
+    return Selection(dict(by_cost), len(candidates) - len(frequent), untimed)
 
 
 def percent(part: float, whole: float) -> str:

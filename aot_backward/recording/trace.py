@@ -18,11 +18,10 @@ from .infer_shapes import Shapes, group_observations, make_symbolic
 from .observation import Observation
 from .partition_tape import OPAQUE, Partition, partition_tape, sparse_operations
 from .pass_graphs import TracedPartition, TraceError, assume_results, input_name, trace_partition
-from .recorded_structure import ExamplePass, RecordedStructure
+from .recorded_structure import TOO_FEW, ExamplePass, RecordedStructure
 
 _MAX_VARIANTS = 8  # of one structure: bounds the time of compiling and the size of a package; a guess
 _MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences; a guess
-TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 _PREFIX = "pass"  # of the graphs' names
 
 
@@ -70,7 +69,7 @@ def trace_structures(
     timed: bool,
 ) -> list[TracedProgram]:
     """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint. ``timed``: whether passes
-    that were not timed often enough in the script are left out. Code that includes custom functions cannot be timed, and is kept."""
+    that were not timed often enough in the script are left out."""
     programs: list[TracedProgram] = []
     for done, (fingerprint, structure) in enumerate(structures.items()):
         say("trace", done, len(structures))
@@ -92,7 +91,7 @@ def _trace_structure(
                 f"{name}: one structure has passes of more than {_MAX_VARIANTS} kinds (kinds differ in layouts, dtypes, or sizes that are 0 or 1)"
             ] += 1
             continue
-        if timed and not structure.contexts and not any(e.times.enough for _, e in structure.examples.get(group[0].kind(), [])):
+        if timed and structure.is_untimed(group[0]):
             skipped[f"{TOO_FEW}{structure.location()}"] += 1
             continue
         try:
