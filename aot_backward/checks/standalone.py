@@ -30,6 +30,7 @@ VERIFIED = "verified"
 _PROCESS = Path(__file__).with_name("standalone_process.py")
 _MODULE = "aot_backward_native"
 _OPERATOR = "aoti_torch_cpu_"
+_OPTIONAL = "aoti_torch_cpu__linear_pointwise"  # code goes without it (products.h)
 
 
 def is_installed() -> bool:
@@ -44,10 +45,9 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
     names = set[str]()
     for library in libraries:
         process = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
-        symbols = [line.split() for line in process.stdout.splitlines()]
-        names.update(name.partition("@")[0] for kind, name in symbols if kind == "U")  # not the weak ones
+        names.update(line.split()[-1].partition("@")[0] for line in process.stdout.splitlines())
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
-    missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
+    missing = {n for n in names - {_OPTIONAL} if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
     missing_operators = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in missing}
     return sorted(missing_operators | {o.replace("::", ".") for o in by_name})
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +30,13 @@ torch.save({name: [package.grad(name)(*arguments) for arguments in each] for nam
 """
 
 
+WITHOUT_PYTORCH = """
+import sys, numpy, aot_backward_native
+value, gradients = aot_backward_native.load(sys.argv[1]).grad("layers")(*numpy.load(sys.argv[2]).values())
+numpy.savez(sys.argv[3], numpy.asarray(value), numpy.asarray(gradients["x"]))
+"""
+
+
 def layers(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return ((x @ a).tanh() @ b).square().mean()
 
@@ -45,9 +53,10 @@ def parts(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slices(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The rows of the operands are further apart than their length."""
-    wide = torch.cat([x, a.t()], 0)
-    return (wide[:64] @ a).sin().sum() + (wide[:, :256] @ b).cos().sum() + (wide[64:] @ wide[3:67].t()).tanh().sum()
+    """The rows of left and of right operands are further apart than their length."""
+    wide, twice = torch.cat([x, a.t()], 0), torch.cat([a, a.sin()], 1)
+    left = (wide[:64] @ a).sin().sum() + (wide[:, :256] @ b).cos().sum() + (wide[64:] @ wide[3:67].t()).tanh().sum()
+    return left + (x @ twice[:, 256:]).tanh().sum() + (x[:, :256] @ twice[:, :256].t()).cos().sum()
 
 
 def returned(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -130,7 +139,17 @@ def test_an_unknown_library_is_refused() -> None:
     assert done.returncode == 1 and "AOT_BACKWARD_PRODUCTS: expected mkl or onednn, got blis" in done.stderr
 
 
-def test_a_package_needs_no_pytorch_for_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")])
+def test_the_c_library_computes_them_itself(tmp_path: Path, preloaded: str) -> None:
+    """PyTorch's functions for oneDNN, which a program linked with it has, are not for the tensors of the C library."""
     path = ab.export(tmp_path / "one.pt2", {"layers": ab.Grad(layers, [ab.Variant(arguments())])}, runtime="standalone")
     (entry,) = load(path).manifest.entries.values()
     assert entry.standalone == "verified"
+    numpy.savez(tmp_path / "x.npz", *(a.numpy() for a in arguments()))
+    env = {**os.environ, "AOT_BACKWARD_BACKEND": "standalone", "AOT_BACKWARD_PRODUCTS": "onednn", "LD_PRELOAD": preloaded}
+    subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, path, tmp_path / "x.npz", tmp_path / "y.npz"], check=True, env=env)
+    value, gradients = numpy.load(tmp_path / "y.npz").values()
+    leaves = [a.requires_grad_() for a in arguments()]
+    loss = layers(*leaves)
+    torch.testing.assert_close(torch.from_numpy(value), loss.detach())
+    torch.testing.assert_close(torch.from_numpy(gradients), torch.autograd.grad(loss, leaves)[0], rtol=1e-4, atol=1e-9)

@@ -9,6 +9,7 @@ extern "C" __attribute__((weak)) decltype(aoti_torch_cpu__linear_pointwise) aoti
 extern "C" __attribute__((weak)) decltype(aoti_torch_get_sizes) aoti_torch_get_sizes;
 extern "C" __attribute__((weak)) decltype(aoti_torch_get_strides) aoti_torch_get_strides;
 extern "C" __attribute__((weak)) decltype(aoti_torch_get_dtype) aoti_torch_get_dtype;
+extern "C" __attribute__((weak)) void core_serves();  // of the C library's core, whose tensors are not PyTorch's
 
 namespace {
 using torch::aot_inductor::RAIIAtenTensorHandle;
@@ -22,7 +23,8 @@ struct Matrix {
         AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &stride));
         AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
     }
-    bool is_dense() const { return (stride[1] == 1 && stride[0] >= size[1]) || (stride[0] == 1 && stride[1] >= size[0]); }
+    // Otherwise oneDNN has no fast code.
+    bool is_dense() const { return (stride[1] == 1 && stride[0] == size[1]) || (stride[0] == 1 && stride[1] == size[0]); }
 };
 
 // How fast oneDNN is beside MKL. On AMD's processors with AVX-512, MKL uses only half the width of its registers.
@@ -30,7 +32,7 @@ enum Speed { SLOWER, FASTER, TWICE };
 
 Speed onednn() {
     static const Speed speed = [] {
-        if (!aoti_torch_cpu__linear_pointwise) return SLOWER;
+        if (!aoti_torch_cpu__linear_pointwise || core_serves) return SLOWER;
         const char* wanted = std::getenv("AOT_BACKWARD_PRODUCTS");
         if (wanted && *wanted) {
             if (std::strcmp(wanted, "mkl") && std::strcmp(wanted, "onednn"))
@@ -48,15 +50,18 @@ Speed onednn() {
 
 // oneDNN compiles code for each new size, in 0.2 to 0.8 ms. That pays if sizes stay the same, or for a product that takes longer. Measured on Zen 4,
 // with 1 and 2 threads: an MLP of 1.9 million parameters 1.10 and 1.16 times as fast as with MKL, a BERT of 5.4 million 1.05 and 1.04; below 2^23
-// multiplications 0.3 to 1.0.
-bool is_large(int64_t multiplications) { return multiplications >= (!SIZES_ARE_OPEN ? 1 << 23 : onednn() == TWICE ? 1 << 26 : 1 << 28); }
+// multiplications 0.3 to 1.0. A product with few rows or columns is limited by memory, and oneDNN's is given a copy of x if x is transposed.
+bool is_large(int64_t rows, int64_t inner, int64_t columns) {
+    const int64_t least = !SIZES_ARE_OPEN ? 1 << 23 : onednn() == TWICE ? 1 << 26 : 1 << 28;
+    return rows >= 16 && inner >= 16 && columns >= 16 && rows * inner * columns >= least;
+}
 
 // Write x times y to ``out``, or a new tensor with that product into ``out``'s place, which must not share its memory with another tensor.
 void matrix_product(RAIIAtenTensorHandle& out, AtenTensorHandle x, AtenTensorHandle y) {
     if (onednn() != SLOWER) {
         const Matrix left(x), right(y), result(out);
         const bool is_usual = left.dtype == aoti_torch_dtype_float32() && left.is_dense() && right.is_dense();
-        if (is_usual && is_large(left.size[0] * left.size[1] * right.size[1]) && result.stride[1] == 1 &&
+        if (is_usual && is_large(left.size[0], left.size[1], right.size[1]) && result.stride[1] == 1 &&
             result.stride[0] == right.size[1]) {
             const int64_t size[] = {right.size[1], right.size[0]}, stride[] = {right.stride[1], right.stride[0]};
             AtenTensorHandle transposed = nullptr, computed = nullptr;
