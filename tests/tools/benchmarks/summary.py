@@ -1,4 +1,4 @@
-"""``python -m tests.tools.benchmarks.summary [--write]``: the speed figures of README.md, from the newest "doors" of docs/benchmarks.
+"""``python -m tests.tools.benchmarks.summary [--write]``: the speed figures of README.md, from the newest "doors" and "sizes" of docs/benchmarks.
 
 Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test compares the two. The site's
 start page has the same figures.
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from . import doors
+from . import doors, sizes
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 _LINES = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
@@ -45,12 +45,18 @@ def lines(docs: Path) -> str:
     """Return the lines of README.md."""
     _, found = newest(docs, "doors")
     mean = means(docs)
-    models, sizes = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
-    of = f"{len(models)} models of {min(sizes):,} to {max(sizes):,} parameters"
+    models, counts = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
+    of = f"{len(models)}, of {min(counts):,} to {max(counts):,} parameters"
+    rows = newest(docs, "sizes")[1]["data"]
+    large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
+    every = [(ratio, row["model"].upper()) for row in rows for ratio in sizes.ratios(row).values()]
+    (least, slowest), (most, fastest) = min(every), max(every)
     return (
-        f"- **Small models: a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**, because calls\n"
-        f"  cost less (geometric means over {of}). A module is {mean['module']} times as fast, but slower if\n"
-        "  it has few operators. **Larger models: a step is 0.94 to 3 times as fast as eager's best** ([more](docs/performance.md)).\n"
+        f"- **Small models ({of}): a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**,\n"
+        f"  because calls cost less; a module is {mean['module']} times as fast, but slower if it has few operators. **Larger models (up to "
+        f"{max(row['parameters'] for row in rows) / 1e6:.0f} million):\n"
+        f"  {large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} ({fastest}). "
+        "Geometric means ([more](docs/performance.md)).\n"
     )
 
 
