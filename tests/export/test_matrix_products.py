@@ -139,7 +139,7 @@ def test_an_unknown_library_is_refused() -> None:
     assert done.returncode == 1 and "AOT_BACKWARD_PRODUCTS: expected mkl or onednn, got blis" in done.stderr
 
 
-@pytest.mark.parametrize("preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")])
+@pytest.mark.parametrize("preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")], ids=["alone", "beside PyTorch"])
 def test_the_c_library_computes_them_itself(tmp_path: Path, preloaded: str) -> None:
     """PyTorch's functions for oneDNN, which a program linked with it has, are not for the tensors of the C library."""
     path = ab.export(tmp_path / "one.pt2", {"layers": ab.Grad(layers, [ab.Variant(arguments())])}, runtime="standalone")
