@@ -43,7 +43,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything, in the order in which it would fail."""
-    return [check() for check in (_system, _python, _torch, _processor, products, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
+    return [check() for check in (_system, _python, _torch, _processor, _products, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
 
 
 def _system() -> Finding:
@@ -80,15 +80,15 @@ def _processor() -> Finding:
     return Finding("processor", "ok", f"has all of {march}; {len(os.sched_getaffinity(0))} usable cores")
 
 
-def products() -> Finding:
-    """Return the library of large matrix products in compiled code; the code itself follows the same rule (``toolchain/products.h``)."""
+def _products() -> Finding:
+    """Return which library computes large matrix products of compiled code, which follows the same rule (``toolchain/products.h``)."""
     name = "matrix products"
     if library := os.environ.get(_PRODUCTS):
         if library not in ("mkl", "onednn"):
             return Finding(name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it")
         return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({_PRODUCTS})")
     is_faster = compatibility.processor_vendor() == "AuthenticAMD" and "avx512f" in compatibility.cpu_flags()
-    return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)" if is_faster else "MKL, or what PyTorch's mm calls")
+    return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)" if is_faster else "PyTorch's own (MKL)")
 
 
 def _c_library() -> Finding:

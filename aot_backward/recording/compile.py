@@ -29,9 +29,11 @@ from .optimizer_steps.observed_steps import ObservedSteps
 from .package_update import PackageUpdate, locked
 from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
-from .recorded_structure import TOO_FEW, RecordedStructure
+from .recorded_structure import RecordedStructure
 from .selection import Batches, percent, select
 from .trace import TracedProgram, trace_structures
+
+_TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 
 
 def add_passes(
@@ -66,7 +68,7 @@ def add_passes(
         package = PackageUpdate.read(path, entry, target)
         timed = tune != "none" and target.startswith("cpu")
         selection = select(structures, min_seen, lambda fingerprint: bool(package.variants(fingerprint)), timed=timed)
-        added.skipped.update(f"{TOO_FEW}{structure.location()}" for structure in selection.untimed.values())
+        added.skipped.update(f"{_TOO_FEW}{structure.location()}" for structure in selection.untimed.values())
         added.settled |= selection.untimed.keys()
         added.seldom, added.chosen = selection.seldom, len(selection.structures) + len(selection.untimed)
         new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
@@ -78,7 +80,7 @@ def add_passes(
                 stage = _in_words([s for _, s in batch], added, percent(covered_seconds, total))
                 say(stage, 0, len(batch))
                 mode = fake_mode()
-                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say, timed=timed), mode)
+                job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say), mode)
                 added.settled |= {fingerprint for fingerprint, _ in batch}
                 say(stage, len(batch), len(batch))
             if steps is not None and not (selection.structures and batches.is_over):
@@ -130,7 +132,7 @@ class _Job:
                 if spec is not None and spec.speed is not None and not is_served(spec.speed):
                     self.added.slower.append(pass_speed.slower(program, spec.speed))
                 elif spec is not None and spec.speed is None and self._tune != "none" and not pass_speed.why_untimed(program, spec, self._target):
-                    self.added.skipped[f"{TOO_FEW}{program.structure.location()}"] += 1
+                    self.added.skipped[f"{_TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
                     passes.append((program, spec))
                     untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []

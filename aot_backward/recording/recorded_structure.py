@@ -17,7 +17,6 @@ from .observation import Observation
 DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
-TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
 _MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
 _TIMED = 64  # the most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
 

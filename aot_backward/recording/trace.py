@@ -18,7 +18,7 @@ from .infer_shapes import Shapes, group_observations, make_symbolic
 from .observation import Observation
 from .partition_tape import OPAQUE, Partition, partition_tape, sparse_operations
 from .pass_graphs import TracedPartition, TraceError, assume_results, input_name, trace_partition
-from .recorded_structure import TOO_FEW, ExamplePass, RecordedStructure
+from .recorded_structure import ExamplePass, RecordedStructure
 
 _MAX_VARIANTS = 8  # of one structure: bounds the time of compiling and the size of a package; a guess
 _MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences; a guess
@@ -65,21 +65,19 @@ def trace_structures(
     fake_mode: Any,
     skipped: Counter[str],
     say: Progress,
-    *,
-    timed: bool,
 ) -> list[TracedProgram]:
     """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint. ``timed``: whether passes
     that were not timed often enough in the script are left out."""
     programs: list[TracedProgram] = []
     for done, (fingerprint, structure) in enumerate(structures.items()):
         say("trace", done, len(structures))
-        programs += _trace_structure(fingerprint, structure, known_variants(fingerprint), fake_mode, skipped, timed)
+        programs += _trace_structure(fingerprint, structure, known_variants(fingerprint), fake_mode, skipped)
     say("trace", len(structures), len(structures))
     return programs
 
 
 def _trace_structure(
-    fingerprint: str, structure: RecordedStructure, variants: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str], timed: bool
+    fingerprint: str, structure: RecordedStructure, variants: Sequence[PassSpec], fake_mode: Any, skipped: Counter[str]
 ) -> list[TracedProgram]:
     out = []
     observations = structure.observations
@@ -90,9 +88,6 @@ def _trace_structure(
             skipped[
                 f"{name}: one structure has passes of more than {_MAX_VARIANTS} kinds (kinds differ in layouts, dtypes, or sizes that are 0 or 1)"
             ] += 1
-            continue
-        if timed and structure.is_untimed(group[0]):
-            skipped[f"{TOO_FEW}{structure.location()}"] += 1
             continue
         try:
             out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))

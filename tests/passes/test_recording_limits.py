@@ -328,7 +328,7 @@ def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.chmod(0o700)
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
     with pytest.raises(KeyboardInterrupt), gcc.Builder() as builder:
-        (compiling,) = builder.compile("net", [gcc.Command((str(compiler),), (), {"kernel.cpp": ""})] * 2, tmp_path)[:1]
+        (compiling,) = builder.compile("net", [gcc.Command((str(compiler),), (), {"kernel.cpp": ""})] * 2, tmp_path, 0)[:1]
         while not started.exists():
             assert not compiling.done()
         raise KeyboardInterrupt

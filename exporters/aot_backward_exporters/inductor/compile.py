@@ -107,7 +107,7 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
             (work / key).mkdir()
             with gcc.record_commands(work / key, built_for.march, built_for.machine) as commands[key]:
                 code[key] = lower(graph, form, work / key / "inductor", fake_mode, num_guards, built_for)
-            compile_jobs[key] = builder.compile(graph.name, commands[key], work / key, code[key].products)
+            compile_jobs[key] = builder.compile(graph.name, commands[key], work / key, code[key].least_product)
         progress("compile", 0, len(graphs))
         for key, (graph, _) in graphs.items():
             for compile_job in compile_jobs[key]:

@@ -18,10 +18,9 @@ from .. import torch_api
 from ..graph import Graph
 from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
-from . import graph_fixes, patches, selections
+from . import graph_fixes, large_products, patches, selections
 from .cache_key import Canonical
 from .complex_numbers import complex_numbers_as_tensors
-from .large_products import Products, large_products
 from .loops import scans_as_loops
 from .settings import settings_for
 from .targets import Processor
@@ -37,7 +36,7 @@ class GeneratedCode:
     files: tuple[Path, ...]
     guards: list[str]
     cacheable: bool
-    products: Products
+    least_product: int  # multiplications of a matrix product that may be oneDNN's; 0 if the graph has none so large
 
     def constants(self) -> dict[str, str]:
         """Return the library's name of each constant -> the attribute that it represents."""
@@ -90,7 +89,7 @@ def _lowered(
             rewrite(module, fake_mode)
         selections.store_what_is_compared(module, fake_mode)
         scans_as_loops(module, fake_mode)
-    products = large_products(module)
+    least_product = large_products.least(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with (
         torch.no_grad(),
@@ -122,7 +121,7 @@ def _lowered(
         files=files,
         guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new_guards],  # as text, torch's // would return as a fraction
         # Only the other graph can interpret a guard that ties this graph's sizes to its own.
-        products=products,
+        least_product=least_product,
         cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new_guards),
     )
     _check_constants(graph, code.constants())

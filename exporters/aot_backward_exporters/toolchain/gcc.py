@@ -161,9 +161,9 @@ class Builder:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def compile(self, name: str, commands: Sequence[Command], folder: Path, large_products: str = "") -> list[Future[None]]:
+    def compile(self, name: str, commands: Sequence[Command], folder: Path, least_product: int) -> list[Future[None]]:
         """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue.
-        ``large_products``: "static" or "open" if the graph has matrix products that may be oneDNN's, of such sizes."""
+        ``least_product``: the multiplications from which on a matrix product may be oneDNN's; 0 if the graph has none so large."""
         compiles = commands[:-1]  # the last is the link
         for command in compiles:
             for file, text in command.sources.items():
@@ -171,8 +171,8 @@ class Builder:
                 # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
                 text = prepare(text) if prepare else text
-                if large_products and file == "wrapper.cpp" and command.machine == "x86_64":
-                    text = products.source(text, sizes_are_open=large_products == "open")
+                if least_product and file == "wrapper.cpp" and command.machine == "x86_64":
+                    text = products.source(text, least_product)
                 (folder / file).write_text(aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text)
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]

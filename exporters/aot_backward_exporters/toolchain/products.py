@@ -14,8 +14,8 @@ _OWNS_MEMORY = re.compile(
 _NAMESPACE = "namespace torch::aot_inductor {"
 
 
-def source(wrapper: str, *, sizes_are_open: bool) -> str:
-    """Return ``wrapper`` with its products in the form that chooses. ``sizes_are_open``: whether a product may have other sizes at each call.
+def source(wrapper: str, least: int) -> str:
+    """Return ``wrapper`` with its products in the form that chooses, from ``least`` multiplications on.
 
     A product by oneDNN is a new tensor in the place of the one that Inductor allocated for it. So it must own its memory: the parts of a
     concatenation, which Inductor also fills by products, do not.
@@ -29,5 +29,5 @@ def source(wrapper: str, *, sizes_are_open: bool) -> str:
         call = _CALL.search(line)
         lines.append(line.replace(call[0], f"matrix_product({call[1]}, {call[2]});") if call and call[1] in owning else line)
     before, namespace, after = "\n".join(lines).partition(_NAMESPACE)
-    header = _HEADER.read_text().replace("SIZES_ARE_OPEN", str(sizes_are_open).lower())
+    header = _HEADER.read_text().replace("LEAST_PRODUCT", str(least))
     return f"{before}{header}{namespace}{after}" if namespace else wrapper

@@ -55,8 +55,8 @@ def lines(docs: Path) -> str:
         f"- **Small models ({of}): a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**,\n"
         f"  because calls cost less; a module is {mean['module']} times as fast, but slower if it has few operators. **Larger models (up to "
         f"{max(row['parameters'] for row in rows) / 1e6:.0f} million):\n"
-        f"  {large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} ({fastest}). "
-        "Geometric means ([more](docs/performance.md)).\n"
+        f"  {large['grad']} (gradients), {large['step']} (steps) and {large['module']} times (modules)**, from {least:.2f} ({slowest}) to {most:.2f} "
+        f"({fastest}). Geometric means ([more](docs/performance.md)).\n"
     )
 
 
