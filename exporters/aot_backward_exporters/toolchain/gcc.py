@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..process_state import patched
-from . import aarch64, cpp_source, products
+from . import aarch64, checked_loops, cpp_source, products
 from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
@@ -170,6 +170,7 @@ class Builder:
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
                 # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
                 text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
+                text = checked_loops.in_parallel(text) if file == "kernel.cpp" else text
                 text = prepare(text) if prepare else text
                 if least_product and file == "wrapper.cpp" and command.machine == "x86_64":
                     text = products.source(text, least_product)

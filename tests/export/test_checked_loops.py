@@ -1,0 +1,82 @@
+"""Loops that check an index run on several threads, and a bad index on any of them is an error of that call alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import aot_backward as ab
+from aot_backward_runtime import load
+
+from ..support.exports import shared
+
+ROWS, WIDTH, COUNT = 400, 64, 8000
+PROGRAM = """
+import os, sys, torch
+from aot_backward_runtime import ExecutionError, load
+package, threads = load(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(1)
+function = package.function()
+table, index = torch.randn(400, 64), torch.randint(400, (8000,))
+expected = table[index].sin() * 2
+wrong = [index.clone() for _ in range(4)]
+for number, place in enumerate((0, 4000, 7999)):
+    wrong[number][place] = 400
+wrong[3][:] = -401
+torch.set_num_threads(threads)
+before = len(os.listdir("/proc/self/task"))
+results = [function(table, index)]
+for bad in wrong * 5:
+    try:
+        function(table, bad)
+    except ExecutionError as error:
+        assert "index out of bounds" in str(error), error
+    else:
+        raise AssertionError("a bad index passed")
+    results.append(function(table, index))
+print(len(os.listdir("/proc/self/task")) - before)
+torch.set_num_threads(1)
+for result in results:
+    torch.testing.assert_close(result, expected)
+"""
+
+
+def looked_up(table: Tensor, index: Tensor) -> Tensor:
+    return table[index].sin() * 2
+
+
+def package() -> Path:
+    arguments = torch.randn(ROWS, WIDTH), torch.randint(ROWS, (COUNT,))
+    return shared("checked-loops", lambda path: ab.export_function(looked_up, arguments, path=path))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_bad_index_on_any_thread(threads: int) -> None:
+    """The new threads of the process are the loop's: eager's operators ran before they are counted, on one."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, package(), str(threads)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == threads - 1
+
+
+def test_a_loss_over_many_classes_equals_eager() -> None:
+    """Its kernel checks the labels, between sums over the classes."""
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x, labels)
+
+    torch.manual_seed(0)
+    x, labels = torch.randn(256, 2000), torch.randint(2000, (256,))
+    path = shared("many-classes", lambda path: ab.export_grad(loss, (x, labels), wrt="x", path=path))
+    value, gradient = load(path).grad()(x, labels)
+    x.requires_grad_()
+    expected = loss(x, labels)
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, x)[0])
+    labels[100] = 2000
+    with pytest.raises(ab.ExecutionError, match="out of bounds"):
+        load(path).grad()(x.detach(), labels)
