@@ -111,15 +111,16 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Ahead of time, beside PyTorch's own ways",
         "",
-        f"torch {found['torch']}, {found['date']}: `make models`. Two of PyTorch's own ways compile gradients ahead of time: `aot_compile` of",
-        "`torch.compile(…, fullgraph=True)`, stored with `save_compiled_function`, and `torch.compiler.precompile`, which torch 2.15 has and calls a",
-        "prototype. [Whole models](models.md) has which models each serves.",
+        f"torch {found['torch']}, {found['date']}: `make models`. Two of PyTorch's [three ways to store a backward](models.md) also compile it",
+        "ahead of time: `aot_compile` of `torch.compile(…, fullgraph=True)`, stored with `save_compiled_function`, and `torch.compiler.precompile`,",
+        "which torch 2.15 calls a prototype.",
         "",
         "## The first gradient in a fresh process",
         "",
-        f"From the start of a process to the gradients of all parameters in hand, `import torch` included; medians of {found['rounds']} processes",
-        f"each, the ways in turn, one thread, Inductor's cache empty, load of the machine {found['load']}. All but ours make the module in that",
-        "process, too. Modules: those in `sys.modules` at the end. *not eager's*: the loss or the norm of the gradients, with the same seed.",
+        "This is the time from the start of a process until it has the gradients of all parameters, `import torch` included. Each figure is the",
+        f"median of {found['rounds']} processes. The ways ran in turn, with one thread, an empty cache of Inductor, and a load average of",
+        f"{found['load']}. Every way but ours also builds the module in that process. *modules* counts `sys.modules` at the end. *not eager's* means",
+        "that the loss or the norm of the gradients differs from eager's with the same seed.",
         "",
         "| model | way | compiled in, s | first gradient, s | without g++ on the `PATH` | modules | compiler imported |",
         "|---|---|---:|---:|---:|---:|---|",
@@ -133,8 +134,15 @@ def page(found: dict[str, Any]) -> str:
         "",
         "## What has changed since the capture",
         "",
-        "A program is captured and stored, loaded, and called after something has changed. *eager's*: loss and gradients are those of eager in which",
-        "the same has changed. *refused*: an error. *differs*: other numbers, and no error. *fails*: it could not be captured, or the process ended.",
+        "A program is captured and stored. Another process loads it, changes one thing, and calls it.",
+        "",
+        "| result | meaning |",
+        "|---|---|",
+        "| eager's | loss and gradients equal those of eager after the same change |",
+        "| refused | the call raises an error |",
+        "| differs | other numbers, without an error |",
+        "| fails | the program cannot be captured, or the process ends |",
+        "",
         "",
         "| changed | " + " | ".join(w for w in ways if w != "eager") + " |",
         "|---|" + "---|" * (len(ways) - 1),
@@ -149,7 +157,7 @@ def page(found: dict[str, Any]) -> str:
         for what, each in (("compiled", r["write"]), *(("first gradient", e) for e in r["compiler"]), *(("without g++", e) for e in r["none"]))
         if "error" in each
     ]
-    return "\n".join([*lines, "", "## Why not", "", *reasons, *errors]) + "\n"
+    return "\n".join([*lines, "", "## Messages", "", *reasons, *errors]) + "\n"
 
 
 def _code(text: str) -> str:

@@ -52,10 +52,10 @@ def lines(docs: Path) -> str:
     every = [(ratio, row["model"].upper()) for row in rows for ratio in sizes.ratios(row).values()]
     (least, slowest), (most, fastest) = min(every), max(every)
     return (
-        f"- **Small models ({of}): a gradient function is {mean['grad']} times as fast as eager, a step {mean['step']} times**,\n"
-        f"  because calls cost less; a module is {mean['module']} times as fast, but slower if it has few operators. **Larger models (up to "
-        f"{max(row['parameters'] for row in rows) / 1e6:.0f} million):\n"
-        f"  {large['grad']} (gradients), {large['step']} (steps) and {large['module']} times (modules)**, from {least:.2f} ({slowest}) to {most:.2f} "
+        f"- **Small models ({of}): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
+        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower for few operators. "
+        f"**Larger models (up to {max(row['parameters'] for row in rows) / 1e6:.0f}\n"
+        f"  million): {large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} "
         f"({fastest}). Geometric means ([more](docs/performance.md)).\n"
     )
 
