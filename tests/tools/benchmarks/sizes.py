@@ -25,7 +25,7 @@ TITLE = "forward and backward, and a whole step with AdamW, at real sizes: milli
 DOORS = ("module", "grad", "step")
 QUICK = ("mlp",)
 ALLOWED = {1: 0.98, 2: 1.0}  # threads to the least ratio that is no loss: one thread's measurements vary by 2 %
-_DIFFERENCE = 2e-3  # of a gradient's norm, or of a tenth of the largest norm
+_DIFFERENCE = 1e-2  # of a gradient's norm, or of a tenth of the largest; eager's gradients of MobileNet are 0.003 from those in float64
 _RATE = 1e-6  # see training.LEARNING_RATE
 
 
