@@ -17,6 +17,7 @@ from typing import Any
 from . import doors, sizes
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
+NAMES = {"lstm": "an LSTM", "gru": "a GRU", "graph": "a graph network"}
 _LINES = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
 
 
@@ -49,7 +50,7 @@ def lines(docs: Path) -> str:
     of = f"{len(models)}, of {min(counts):,} to {max(counts):,} parameters"
     rows = newest(docs, "sizes")[1]["data"]
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
-    every = [(ratio, row["model"].upper()) for row in rows for ratio in sizes.ratios(row).values()]
+    every = [(ratio, NAMES.get(row["model"], row["model"])) for row in rows for ratio in sizes.ratios(row).values()]
     (least, slowest), (most, fastest) = min(every), max(every)
     return (
         f"- **Small models ({of}): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
