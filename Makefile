@@ -56,16 +56,16 @@ bench: $(STAMP)
 
 # Half an hour on two cores. `make coverage MINUTES=20` runs a piece of it; the next call goes on where that one ended. WAY=record: as recorded passes, WAY=onnx: as ONNX graphs.
 coverage: $(STAMP)
-	@$(BIN)/python -m tests.tools.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/coverage$(WAY:%=-%)
+	@$(BIN)/python -m tests.tools.coverage --minutes $(or $(MINUTES),100) --way $(or $(WAY),export) --docs docs/benchmarks/coverage$(WAY:%=-%)
 
 # Half an hour for the table of models, which goes on where it was broken off, and a quarter for the ways ahead of time; torch 2.15 has one way more.
 models: $(STAMP)
 	@$(BIN)/python -m tests.tools.model_table --docs docs/models
-	@$(BIN)/python -m tests.tools.ahead_of_time --docs docs/ahead-of-time
+	@$(BIN)/python -m tests.tools.ahead_of_time --docs docs/benchmarks/ahead-of-time
 
 # Twenty minutes on one core: spoilt packages, training states and signatures. What an earlier run has tried is not tried again.
 fuzz: $(STAMP)
-	@$(BIN)/python -m tests.tools.fuzz --count 110000 --docs docs/fuzzing
+	@$(BIN)/python -m tests.tools.fuzz --count 110000 --docs docs/benchmarks/fuzzing
 
 # tests/native with AddressSanitizer and UndefinedBehaviorSanitizer in the libraries and in the Python extension, but for three tests that measure
 # memory or limit it. A report ends the run. Four minutes.
@@ -79,7 +79,7 @@ sanitize-native: $(STAMP)
 
 # The same through the C library, under sanitizers: a million in an hour and a half on one core.
 fuzz-native: $(STAMP)
-	@$(BIN)/python -m tests.tools.fuzz.native --docs docs/fuzzing-native
+	@$(BIN)/python -m tests.tools.fuzz.native --docs docs/benchmarks/fuzzing-native
 
 # A quarter of an hour on one core: a million calls of each kind, loads, bindings, changing structures; fails where memory, descriptors or folders grow.
 endurance: $(STAMP)

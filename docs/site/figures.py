@@ -280,7 +280,7 @@ WAYS = {"coverage": "packages", "coverage-record": "recorded passes", "coverage-
 def _coverage(figure: Figure, docs: Path) -> None:
     every = figure.subplots(1, len(WAYS), sharey=True)
     for axes, (file, title) in zip(every, WAYS.items(), strict=True):
-        databases = json.loads((docs / f"{file}.json").read_text())["databases"]
+        databases = json.loads((docs / "benchmarks" / f"{file}.json").read_text())["databases"]
         counts = [{verdict: d.get(verdict, 0) for verdict in _VERDICTS} for d in databases.values()]
         _stacked(axes, [f"{name} ({sum(c.values())})" for name, c in zip(databases, counts, strict=True)], counts)
         axes.set_title(title)

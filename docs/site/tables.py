@@ -37,7 +37,7 @@ def _speed(docs: Path, link: Link) -> str:
 
 def _operators(docs: Path, link: Link) -> str:
     """Return raw HTML: the reasons contain characters that are Markdown."""
-    ways = [{(o["database"], o["operator"]): o for o in json.loads((docs / f"{way}.json").read_text())["operators"]} for way in WAYS]
+    ways = [{(o["database"], o["operator"]): o for o in json.loads((docs / "benchmarks" / f"{way}.json").read_text())["operators"]} for way in WAYS]
     head = "".join(f"<th>{title}</th>" for title in ("operator", "database", *WAYS.values(), "why not"))
     lines = [f"<table><thead><tr>{head}</tr></thead><tbody>"]
     for key in sorted(set().union(*ways)):

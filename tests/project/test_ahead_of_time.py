@@ -13,7 +13,7 @@ from torch.export import Dim
 from ..tools.ahead_of_time import __main__ as tool
 from ..tools.ahead_of_time import one, ways
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

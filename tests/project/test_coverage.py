@@ -1,4 +1,4 @@
-"""Test a fixed sample of the operators of `make coverage` (docs/coverage.md), and the tool itself: it finds errors and survives crashes."""
+"""Test a fixed sample of the operators of `make coverage` (docs/benchmarks/coverage.md), and the tool: it finds errors and survives crashes."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_an_unknown_operator_is_named() -> None:
 @pytest.mark.parametrize(("page", "least"), [("coverage", (95, 95)), ("coverage-record", (95, 95)), ("coverage-onnx", (70, 90))])
 def test_the_figures_in_the_docs(page: str, least: tuple[int, int]) -> None:
     """Every operator was run, none is wrong or crashed, and the page agrees with the JSON file."""
-    found = json.loads((ROOT / "docs" / f"{page}.json").read_text())
+    found = json.loads((ROOT / "docs" / "benchmarks" / f"{page}.json").read_text())
     for name, d in found["databases"].items():
         assert d["run"] == d["operators"] and d["wrong"] == d["crashed"] == 0, name
         assert d["pass_percent"] >= dict(zip(("op_db", "module_db"), least, strict=True)).get(name, 0)
-    assert report.page(found) == (ROOT / "docs" / f"{page}.md").read_text()
+    assert report.page(found) == (ROOT / "docs" / "benchmarks" / f"{page}.md").read_text()

@@ -1,5 +1,5 @@
 """Test the fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` for the C library) with a few hundred mutations, and with faults that
-they must notice. They mutate golden packages, so nothing is compiled. docs/fuzzing.md reports a longer run."""
+they must notice. They mutate golden packages, so nothing is compiled. docs/benchmarks/fuzzing.md reports a longer run."""
 
 from __future__ import annotations
 

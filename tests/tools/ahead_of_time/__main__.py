@@ -111,7 +111,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Ahead of time, beside PyTorch's own ways",
         "",
-        f"torch {found['torch']}, {found['date']}: `make models`. Two of PyTorch's [three ways to store a backward](models.md) also compile it",
+        f"torch {found['torch']}, {found['date']}: `make models`. Two of PyTorch's [three ways to store a backward](../models.md) also compile it",
         "ahead of time: `aot_compile` of `torch.compile(…, fullgraph=True)`, stored with `save_compiled_function`, and `torch.compiler.precompile`,",
         "which torch 2.15 calls a prototype.",
         "",

@@ -24,7 +24,7 @@ _LINES = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
 @cache
 def measurements(docs: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return every measurement in docs/benchmarks, the oldest first."""
-    return [(path, json.loads(path.read_text())) for path in sorted((docs / "benchmarks").glob("*.json"))]
+    return [(path, json.loads(path.read_text())) for path in sorted((docs / "benchmarks").glob("2*.json"))]
 
 
 def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Write the verdicts, by operator and by reason, as JSON and as a page.
 
-docs/coverage*.md must equal :func:`page` of the JSON files: write them again when you change a text here.
+docs/benchmarks/coverage*.md must equal :func:`page` of the JSON files: write them again when you change a text here.
 """
 
 from __future__ import annotations

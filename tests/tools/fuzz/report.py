@@ -65,8 +65,8 @@ def write(stem: Path, seed: int, count: int, records: Sequence[Record]) -> None:
 
 _PAGE = """# Mutated packages
 
-`python -m tests.tools.fuzz --seed {seed} --count {count} --docs docs/fuzzing` on torch {torch}, Python {python}: {mutations} mutations so far
-of small valid packages (`net`: a module and a gradient function; `order`: a module with second derivatives; `step`: a training step; `passes`:
+`python -m tests.tools.fuzz --seed {seed} --count {count} --docs docs/benchmarks/fuzzing` on torch {torch}, Python {python}: {mutations} mutations
+so far of small valid packages (`net`: a module and a gradient function; `order`: a module with second derivatives; `step`: a training step; `passes`:
 recorded passes; `targets`: two targets, signed), of a training state and of a signature. Each package is inspected (as text and as JSON; mutated
 portable graphs also as a page) and loaded. Every entry is called with its gradients, a module's twice. Mutation N depends only on the seed and on N:
 `python -m tests.tools.fuzz --seed {seed} --only N`.

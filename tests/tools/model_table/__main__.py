@@ -89,7 +89,7 @@ def _write(stem: Path, rows: list[dict[str, Any]]) -> None:
         "that has a compiler. All three compute only the gradients of the parameters, for a scalar loss of all outputs. *wrong*: with the same seed,",
         f"the loss or a gradient is off by more than {one.PEERS_RELATIVE:g} of its norm (ours: {one.RELATIVE:g}). Different random numbers count as",
         "wrong.",
-        "[The first gradient in a fresh process, and changes after the capture](ahead-of-time.md).",
+        "[The first gradient in a fresh process, and changes after the capture](benchmarks/ahead-of-time.md).",
         "",
         head,
         "|" + "---|" * (1 + len(ways) * len(SHAPES)),
