@@ -54,9 +54,9 @@ def lines(docs: Path) -> str:
     (least, slowest), (most, fastest) = min(every), max(every)
     return (
         f"- **Small models ({of}): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
-        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower for few operators. "
-        f"**Larger models (up to {max(row['parameters'] for row in rows) / 1e6:.0f}\n"
-        f"  million): {large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} "
+        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for models of few "
+        f"operators.\n  **Larger models (up to {max(row['parameters'] for row in rows) / 1e6:.0f} million): "
+        f"{large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} "
         f"({fastest}). Geometric means ([more](docs/performance.md)).\n"
     )
 
