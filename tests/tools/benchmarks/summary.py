@@ -52,12 +52,12 @@ def lines(docs: Path) -> str:
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
     every = [(ratio, NAMES.get(row["model"], row["model"])) for row in rows for ratio in sizes.ratios(row).values()]
     (least, slowest), (most, fastest) = min(every), max(every)
+    millions = max(row["parameters"] for row in rows) / 1e6
     return (
-        f"- **Small models ({of}): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
-        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for models of few "
-        f"operators.\n  **Larger models (up to {max(row['parameters'] for row in rows) / 1e6:.0f} million): "
-        f"{large['grad']}, {large['step']} and {large['module']} times**, from {least:.2f} ({slowest}) to {most:.2f} "
-        f"({fastest}). Geometric means ([more](docs/performance.md)).\n"
+        f"- **Small models ({of}; geometric means): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
+        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for models "
+        f"of few operators.\n  **Larger models (up to {millions:.0f} million): {large['grad']}, {large['step']} and {large['module']} times**, from "
+        f"{least:.2f} ({slowest}) to {most:.2f} ({fastest}) ([more](docs/performance.md)).\n"
     )
 
 
