@@ -56,8 +56,8 @@ def lines(docs: Path) -> str:
     return (
         f"- **Small models ({of}; geometric means): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
         f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for models "
-        f"of few operators.\n  **Larger models (up to {millions:.0f} million): {large['grad']}, {large['step']} and {large['module']} times**, from "
-        f"{least:.2f} ({slowest}) to {most:.2f} ({fastest}) ([more](docs/performance.md)).\n"
+        f"of few operators.\n  **Larger models (up to {millions:.0f} million): `export_grad` {large['grad']}, `export_step` {large['step']}, "
+        f"`export_module` {large['module']}**, from {least:.2f} ({slowest}) to {most:.2f} ({fastest}) ([more](docs/performance.md)).\n"
     )
 
 
