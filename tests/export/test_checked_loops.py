@@ -80,3 +80,35 @@ def test_a_loss_over_many_classes_equals_eager() -> None:
     labels[100] = 2000
     with pytest.raises(ab.ExecutionError, match="out of bounds"):
         load(path).grad()(x.detach(), labels)
+
+
+AFTER_A_FAILURE = """
+import sys, torch
+from aot_backward_runtime import ExecutionError, load
+function = load(sys.argv[1]).function()
+torch.set_num_threads(2)
+table, index = torch.randn(400, 64), torch.randint(400, (8000,))
+function(table, index)
+large = [torch.full((8000,), 2**40 + 7) for _ in range(8)]  # what memory holds that the failed loop does not write
+del large
+for bad in (400, -401, 2**31 - 1):
+    try:
+        function(table, torch.full((8000,), bad))
+    except ExecutionError as error:
+        assert "index out of bounds" in str(error), error
+    else:
+        raise AssertionError("a bad index passed")
+"""
+
+
+def chained(table: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    rows = table[index].argmax(1)
+    return torch.ops.aten._unsafe_index(table, [rows.flip(0)[:7000]]).cos(), rows
+
+
+def test_later_loops_do_not_run_after_a_failed_check() -> None:
+    """The second loop takes the first one's result for an index, and does not check it."""
+    arguments = torch.randn(ROWS, WIDTH), torch.randint(ROWS, (COUNT,))
+    path = shared("chained-loops", lambda path: ab.export_function(chained, arguments, path=path))
+    done = subprocess.run([sys.executable, "-c", AFTER_A_FAILURE, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

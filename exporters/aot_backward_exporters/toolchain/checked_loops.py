@@ -1,7 +1,8 @@
 """Lets loops that check an index run on several threads.
 
 Inductor checks each index where it is used, and the check throws. An exception that leaves an OpenMP region ends the process. So a failed check ends
-its iteration of the loop, and is thrown again after the region. Kernels of another form stay as they are, and run on one thread
+its iteration, and is thrown again after the region. Until then all iterations of the region's loops are skipped, because a later loop may take for
+an index what the failed one should have written. Kernels of another form stay as they are, and run on one thread
 (:func:`.cpp_source.kernel_source`); so do those that add to shared places, whose sums would have no fixed order.
 """
 
@@ -10,13 +11,17 @@ from __future__ import annotations
 import re
 
 _CHECK, _CAUGHT_CHECK = "AOTI_TORCH_CHECK(", "AOTI_CAUGHT_CHECK("
-_HELPERS = """#include <exception>
+_HELPERS = """#include <atomic>
+#include <exception>
 #define AOTI_CAUGHT_CHECK AOTI_TORCH_CHECK
 namespace aot_backward {
-__attribute__((noinline, cold)) inline void keep(std::exception_ptr& failure) {
-  #pragma omp critical(aot_backward_failure)
-  failure = std::current_exception();
-}
+struct Failure {
+  std::atomic<bool> seen{false};
+  std::exception_ptr first;
+  __attribute__((noinline, cold)) void keep() {
+    if (!seen.exchange(true)) first = std::current_exception();
+  }
+};
 }  // namespace aot_backward
 """
 _REGION = re.compile(r"( *)#pragma omp parallel")
@@ -41,15 +46,17 @@ def _function(text: str) -> str:
             if end is None or not _catch(lines, start + 1, end):
                 return text
             if any(_CAUGHT_CHECK in line for line in lines[start:end]):
-                lines[start] = f"{region[1]}{{ std::exception_ptr failure;\n{lines[start]}"
-                lines[end] += f"\n{region[1]}if (failure) std::rethrow_exception(failure); }}"
+                lines[start] = f"{region[1]}{{ aot_backward::Failure failure;\n{lines[start]}"
+                lines[end] += f"\n{region[1]}if (failure.seen) std::rethrow_exception(failure.first); }}"
             start = end
         start += 1
     return "\n".join(lines).replace(_CHECK, _CAUGHT_CHECK)
 
 
 def _catch(lines: list[str], start: int, end: int) -> bool:
-    """Catch what the loops of a region throw, in ``lines``. Return whether all its checks are in such loops."""
+    """Catch what the loops of a region throw, in ``lines``, if any has a check. Return whether all its checks are in such loops."""
+    if not any(_CHECK in each for each in lines[start:end]):
+        return True
     line = start
     while line < end:
         if loop := _LOOP.fullmatch(lines[line]):
@@ -59,10 +66,11 @@ def _catch(lines: list[str], start: int, end: int) -> bool:
             last = _end(lines, body)
             if last is None:
                 return False
+            lines[body] += " if (failure.seen.load(std::memory_order_relaxed)) continue;"
             if any(_CHECK in each for each in lines[body:last]):
                 lines[body + 1 : last] = [each.replace(_CHECK, _CAUGHT_CHECK) for each in lines[body + 1 : last]]
                 lines[body] += " try {"
-                lines[last] += " catch (...) { aot_backward::keep(failure); } }"
+                lines[last] += " catch (...) { failure.keep(); } }"
             line = last
         line += 1
     return not any(_CHECK in each for each in lines[start:end])
