@@ -1,4 +1,4 @@
-"""Loops that check an index run on several threads, and a bad index on any of them is an error of that call alone."""
+"""Loops that check an index run on several threads, and a bad index on any of them is an error of that call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import aot_backward as ab
 from aot_backward_runtime import load
@@ -67,7 +68,7 @@ def test_a_loss_over_many_classes_equals_eager() -> None:
     """Its kernel checks the labels, between sums over the classes."""
 
     def loss(x: Tensor, labels: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(x, labels)
+        return functional.cross_entropy(x, labels)
 
     torch.manual_seed(0)
     x, labels = torch.randn(256, 2000), torch.randint(2000, (256,))
@@ -112,3 +113,22 @@ def test_later_loops_do_not_run_after_a_failed_check() -> None:
     path = shared("chained-loops", lambda path: ab.export_function(chained, arguments, path=path))
     done = subprocess.run([sys.executable, "-c", AFTER_A_FAILURE, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_index_of_padded_rows_is_checked(dtype: torch.dtype) -> None:
+    """The code reads the index only inside of the padding."""
+
+    def padded(table: Tensor, index: Tensor) -> Tensor:
+        return functional.pad(table[index], (1, 2, 3, 0)).exp()
+
+    table, index = torch.randn(ROWS, WIDTH, dtype=dtype), torch.randint(ROWS, (COUNT,))
+    path = shared(f"padded-rows-{dtype}", lambda path: ab.export_function(padded, (table, index), path=path))
+    function = load(path).function()
+    torch.testing.assert_close(function(table, index), padded(table, index))
+    for place, bad in ((0, ROWS), (COUNT // 2, -ROWS - 1), (COUNT - 1, ROWS)):
+        wrong = index.clone()
+        wrong[place] = bad
+        with pytest.raises(ab.ExecutionError, match="out of bounds"):
+            function(table, wrong)
+    torch.testing.assert_close(function(table, index), padded(table, index))

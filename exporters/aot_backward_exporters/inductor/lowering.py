@@ -105,6 +105,7 @@ def _lowered(
         patches.sizes_left_open(),
         patches.exact_expm1(),
         patches.scatters_to_one_place(),
+        patches.masked_indices_checked(),
         patches.loop_results_kept(),
         sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
         patches.generating_for(built_for),

@@ -103,6 +103,23 @@ def scatters_to_one_place() -> contextlib.AbstractContextManager[None]:
     return patched(kernel, store=store)
 
 
+def masked_indices_checked() -> contextlib.AbstractContextManager[None]:
+    """Check an index that is one number, not a vector, wherever its mask holds. Inductor (torch 2.13) writes ``in bounds | ~mask`` for a mask
+    that is a bool of C++, whose ``~`` is never 0; and it takes a vector of masks to hold only if all of it does."""
+    kernel = torch_api.CppKernel
+    original = kernel.indirect_assert
+
+    def indirect_assert(self: Any, var: Any, lower: Any, upper: Any, mask: Any = None) -> str:
+        if mask is not None:
+            vector = str(mask).removesuffix(".all_masked()")
+            condition = str(mask) if vector == str(mask) else f"!{vector}.all_zero()"
+            mask = f"-static_cast<int>({condition})"  # ~ of -1 is 0
+        text: str = original(self, var, lower, upper, mask)
+        return text
+
+    return patched(kernel, indirect_assert=indirect_assert)
+
+
 def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
     """Compute a view's strides for sizes other than 1, if they exist: the stride of a size of 1 does not matter."""
     module, name = torch_api.strides_of_view()
