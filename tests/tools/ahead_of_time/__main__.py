@@ -143,7 +143,6 @@ def page(found: dict[str, Any]) -> str:
         "| differs | other numbers, without an error |",
         "| fails | the program cannot be captured, or the process ends |",
         "",
-        "",
         "| changed | " + " | ".join(w for w in ways if w != "eager") + " |",
         "|---|" + "---|" * (len(ways) - 1),
     ]

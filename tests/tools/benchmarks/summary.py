@@ -17,7 +17,7 @@ from typing import Any
 from . import doors, sizes
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-NAMES = {"lstm": "an LSTM", "gru": "a GRU", "graph": "a graph network"}
+_NAMES = {"lstm": "an LSTM", "gru": "a GRU", "graph": "a graph network"}
 _LINES = re.compile(r"(?<=<!-- speed -->\n).*?(?=<!-- /speed -->)", re.DOTALL)
 
 
@@ -50,7 +50,7 @@ def lines(docs: Path) -> str:
     of = f"{len(models)}, of {min(counts):,} to {max(counts):,} parameters"
     rows = newest(docs, "sizes")[1]["data"]
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
-    every = [(ratio, NAMES.get(row["model"], row["model"])) for row in rows for ratio in sizes.ratios(row).values()]
+    every = [(ratio, _NAMES.get(row["model"], row["model"])) for row in rows for ratio in sizes.ratios(row).values()]
     (least, slowest), (most, fastest) = min(every), max(every)
     millions = max(row["parameters"] for row in rows) / 1e6
     return (
