@@ -47,17 +47,17 @@ def lines(docs: Path) -> str:
     _, found = newest(docs, "doors")
     mean = means(docs)
     models, counts = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
-    of = f"{len(models)}, of {min(counts):,} to {max(counts):,} parameters"
+    of = f"{len(models)} small models, {min(counts)} to {max(counts):,} parameters"
     rows = newest(docs, "sizes")[1]["data"]
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
-    every = [(ratio, _NAMES.get(row["model"], row["model"])) for row in rows for ratio in sizes.ratios(row).values()]
+    every = [(ratio, f"`{kind}` of {_NAMES.get(row['model'], row['model'])}") for row in rows for kind, ratio in sizes.ratios(row).items()]
     (least, slowest), (most, fastest) = min(every), max(every)
     millions = max(row["parameters"] for row in rows) / 1e6
     return (
-        f"- **Small models ({of}; geometric means): gradients from `export_grad` are {mean['grad']} times as fast as eager, and\n"
-        f"  `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for models "
-        f"of few operators.\n  **Larger models (up to {millions:.0f} million): `export_grad` {large['grad']}, `export_step` {large['step']}, "
-        f"`export_module` {large['module']}**, from {least:.2f} ({slowest}) to {most:.2f} ({fastest}) ([more](docs/performance.md)).\n"
+        f"- **{of} (geometric means): gradients from `export_grad` are {mean['grad']} times as fast as eager,\n"
+        f"  and `export_step` {mean['step']} times**, because calls cost less; `export_module` {mean['module']} times, but slower than eager for "
+        f"models of few operators.\n  **Larger models (up to {millions:.0f} million): `export_grad` {large['grad']}, `export_step` {large['step']}, "
+        f"`export_module` {large['module']}**, single cases {least:.2f} ({slowest})\n  to {most:.2f} ({fastest}) ([more](docs/performance.md)).\n"
     )
 
 
