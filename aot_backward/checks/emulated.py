@@ -1,4 +1,7 @@
-"""Runs an entry on its stored example as code for another machine, in an emulator (``runtime/native/check/run_entry.c``)."""
+"""Runs an entry on its stored example as code for another machine, in an emulator (``runtime/native/check/run_entry.c``).
+
+The emulator for WebAssembly is Node.js.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aot_backward_exporters.toolchain import gcc, native_libraries
+from aot_backward_exporters.toolchain import gcc, native_libraries, wasm
 from aot_backward_runtime.compatibility import cpu_flags
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import Target
+from aot_backward_runtime.package.archive import open_package
 
 Placed = tuple[str, tuple[int, ...], int]
 _CODES = {
@@ -35,6 +39,8 @@ _PROCESSORS = {"aarch64": "cortex-a53"}
 
 def emulator(machine: str) -> list[str]:
     """Return the command that runs programs for ``machine`` here, without the program; [] if there is none."""
+    if machine == wasm.MACHINE:
+        return [node] if (node := shutil.which("node")) else []
     found = next((path for name in (f"qemu-{machine}", f"qemu-{machine}-static") if (path := shutil.which(name))), None)
     if found is None or machine not in _PROCESSORS:
         return []
@@ -49,7 +55,8 @@ def why_not(target: Target) -> str:
         return f"was not run: this processor lacks the CPU flags {' '.join(lacking)}" if lacking else ""
     if emulator(target.machine):
         return ""
-    return f"was not run: this machine is {gcc.HERE}, and has no emulator (apt-get install qemu-user)"
+    program, package = ("Node.js", "nodejs") if target.machine == wasm.MACHINE else ("emulator", "qemu-user")
+    return f"was not run: this machine is {gcc.HERE}, and has no {program} (apt-get install {package})"
 
 
 def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
@@ -58,7 +65,7 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
         return {"error": f"the C library takes no {', '.join(sorted(unknown))}"}
     source = Path(importlib.import_module("aot_backward_native").source_dir())
     try:
-        program = native_libraries.built(source, machine) / "run_entry"
+        program = _runner(source, Path(request["path"])) if machine == wasm.MACHINE else native_libraries.built(source, machine) / "run_entry"
     except ExportError as error:
         return {"error": str(error)}
     asked = Path(f"{request['file']}.request")
@@ -84,6 +91,16 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     if request["kind"] == "step":
         return {"results": {"before": dict(zip(request["states"], first, strict=True)), "losses": second, "after": labeled}}
     return {"results": {"before": {}, "outputs": first, "gradients": second, "after": labeled}}
+
+
+def _runner(source: Path, package: Path) -> Path:
+    """Return the program that runs entries of ``package``, which has code for WebAssembly alone."""
+    archive = open_package(package)
+    objects = {}
+    for library in archive.manifest.libraries.values():
+        objects[Path(library.member).name] = path = package.with_name(Path(library.member).name)
+        path.write_bytes(archive.read_member(library.member))
+    return native_libraries.runner(source, objects, package.parent)
 
 
 def _read(data: bytes) -> list[list[Placed | None]]:

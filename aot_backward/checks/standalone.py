@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from aot_backward_exporters.toolchain import gcc, wasm
 from aot_backward_runtime.errors import PackageError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.tensor_bytes import tensor_chunks
@@ -44,7 +45,10 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
     core = ctypes.CDLL(str(Path(native.library_dir()) / "libaotb_core.so"))
     names = set[str]()
     for library in libraries:
-        process = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+        command = (
+            [gcc.emscripten_tool("emnm"), "--undefined-only"] if library.read_bytes().startswith(wasm.MAGIC) else ["nm", "-D", "--undefined-only"]
+        )
+        process = subprocess.run([*command, library], capture_output=True, text=True, check=True)
         names.update(line.split()[-1].partition("@")[0] for line in process.stdout.splitlines())
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
     missing = {n for n in names - {_OPTIONAL} if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}

@@ -1,4 +1,4 @@
-"""``aot-backward convert IN.pt2 -o OUT.onnx``."""
+"""``aot-backward convert IN.pt2 -o OUT.onnx``, or ``--format wasm -o FOLDER``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .support.progress import shown
 if TYPE_CHECKING:
     from ..onnx.conversion import OnnxFile
 
+FORMATS = "pt2: a package. onnx: graphs for onnxruntime. wasm: a folder for browsers and Node.js."
 external_data_option = click.option(
     "--external-data/--no-external-data",
     default=None,
@@ -31,26 +32,53 @@ external_data_option = click.option(
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    metavar="OUT.onnx",
-    help="The file to write. Further files are named after it.",
+    metavar="OUT",
+    help="The file to write; further files are named after it. With --format wasm, the folder.",
 )
+@click.option("--format", "form", type=click.Choice(["onnx", "wasm"]), default="onnx", show_default=True, help="As for export.")
 @click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
 @click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 @import_option
 @debug_option
-def convert(package: Path, output: Path, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool) -> None:
-    """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs. The model's source is not needed.
+@click.pass_context
+def convert(
+    context: click.Context, package: Path, output: Path, form: str, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool
+) -> None:
+    """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs, or as a WebAssembly module. The model's source is not needed.
 
     A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph is compared with PyTorch's
     own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+
+    With --format wasm, IN.pt2 is compiled for WebAssembly, unless it was exported with --target cpu:wasm, and compared with the stored numbers in
+    Node.js. This needs emscripten.
     """
+    if form == "wasm":
+        refuse_idle(context, form, ("entry", "variant", "external_data", "as_json"))
+        from ..web import convert as convert_to_wasm
+
+        with shown() as progress:
+            paths = convert_to_wasm(package, output, progress=progress)
+        say_paths(paths)
+        return
     from ..onnx.convert import convert as convert_package
 
     with shown() as progress:
         files = convert_package(package, output, entry=entry, variant=variant, external_data=external_data, progress=progress)
     say(files, as_json)
+
+
+def refuse_idle(context: click.Context, form: str, idle: Sequence[str]) -> None:
+    """:class:`click.UsageError` for an option that does not apply to the format."""
+    for parameter in context.command.params:
+        if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} does not apply to --format {form}", context)
+
+
+def say_paths(paths: Sequence[Path]) -> None:
+    for path in paths:
+        click.echo(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")
 
 
 def say(files: Sequence[OnnxFile], as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .convert import external_data_option, say
+from .convert import FORMATS, external_data_option, refuse_idle, say, say_paths
 from .support.failures import EXIT_CODES, debug_option
 from .support.options import tune_option
 from .support.progress import shown
@@ -42,7 +42,7 @@ class Program(click.ParamType):
     required=True,
     type=click.Path(path_type=Path),
     metavar="OUT",
-    help="OUT.pt2 or OUT.onnx: the file to write, whole or not at all.",
+    help="OUT.pt2 or OUT.onnx: the file to write, whole or not at all. With --format wasm, a folder.",
 )
 @click.option(
     "--target",
@@ -50,7 +50,7 @@ class Program(click.ParamType):
     show_default=True,
     metavar="TARGETS",
     help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; cuda for this machine's GPU, "
-    "cuda:sm_90 (80, 89, 100) to cross-compile.",
+    "cuda:sm_90 (80, 89, 100), cpu:neon or cpu:wasm to cross-compile.",
 )
 @click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
 @click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
@@ -69,7 +69,7 @@ class Program(click.ParamType):
     show_default=True,
     help="standalone: fail if an entry needs PyTorch, and name the operators that need it.",
 )
-@click.option("--format", "form", type=click.Choice(["pt2", "onnx"]), default="pt2", show_default=True, help="A package, or ONNX graphs.")
+@click.option("--format", "form", type=click.Choice(["pt2", "onnx", "wasm"]), default="pt2", show_default=True, help=FORMATS)
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="With --format onnx: report the written files as one JSON object on standard output.")
 @debug_option
@@ -94,10 +94,14 @@ def export(
     entry is called "module", "function", "grad" or "step". Export compares every gradient, and every change of a training step, with eager before it
     writes anything.
 
-    With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx.
+    With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx. With --format wasm, -o
+    names the folder for a WebAssembly module, its JavaScript and the weights; this needs emscripten and Node.js.
     """
     path, name = program
-    _check_options(context, form)
+    compiled = ("target", "portable", "weights", "runtime")
+    refuse_idle(
+        context, form, {"pt2": ("external_data", "as_json"), "onnx": (*compiled, "tune"), "wasm": (*compiled, "external_data", "as_json")}[form]
+    )
     from ..api import export as export_package
 
     entries = _select(_entries(path, name), wanted, f"{path}:{name}")
@@ -108,17 +112,16 @@ def export(
             files = export_onnx(output, entries, external_data=external_data, progress=progress)
         say(files, as_json)
         return
+    if form == "wasm":
+        from ..web import export as export_wasm
+
+        with shown() as progress:
+            paths = export_wasm(output, entries, tune=tune, progress=progress)
+        say_paths(paths)
+        return
     with shown() as progress:
         export_package(output, entries, target=target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
-
-
-def _check_options(context: click.Context, form: str) -> None:
-    """:class:`click.UsageError` for an option that does not apply to the format."""
-    idle = ("target", "portable", "weights", "tune", "runtime") if form == "onnx" else ("external_data", "as_json")
-    for parameter in context.command.params:
-        if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{parameter.opts[0]} does not apply to --format {form}", context)
 
 
 def _entries(path: Path, name: str) -> Entries:

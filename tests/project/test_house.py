@@ -78,6 +78,7 @@ ALLOWED = {
         *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
         "aot_backward.api",
     ),
+    "aot_backward.web": (*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.checks", "aot_backward.packaging", "aot_backward.api"),
     "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file", "aot_backward.checks"),
     # The page shows only the archive. It needs the reader of portable graphs, but neither capture nor compiler.
     "aot_backward.report": (_RUNTIME, f"{_EXPORTERS}.graph", f"{_EXPORTERS}.portable"),
@@ -90,7 +91,7 @@ ALLOWED = {
             "aot_backward.checks.verify",
             "aot_backward.packaging.rebuild",
         ),
-        *("aot_backward.recording", "aot_backward.onnx", "aot_backward.commands", "aot_backward.report"),
+        *("aot_backward.recording", "aot_backward.onnx", "aot_backward.web", "aot_backward.commands", "aot_backward.report"),
     ),
     "aot_backward": (),  # the façade
 }

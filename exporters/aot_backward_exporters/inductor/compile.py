@@ -35,7 +35,7 @@ from ..cuda.retarget import retarget
 from ..cuda.toolkit import toolkit
 from ..graph import LINE, Artifact, Graph, Line
 from ..progress import Progress, silent
-from ..toolchain import gcc
+from ..toolchain import gcc, wasm
 from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
 from ..toolchain.strip_paths import erase_paths
 from . import extern_nodes, selections
@@ -168,7 +168,8 @@ def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
 
 
 def _finish(key: str, code: GeneratedCode, library: Path, work: Path) -> CachedLibrary:
-    clear_executable_stack(library)
+    if not library.read_bytes().startswith(wasm.MAGIC):
+        clear_executable_stack(library)
     metadata, extern = code.file(".wrapper_metadata.json"), code.file(".wrapper.json")
     assert metadata is not None
     entry = CachedLibrary(
@@ -190,15 +191,15 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
     metadata.write_bytes(entry.metadata)
     if entry.extern:
         extern.write_bytes(entry.extern)
-    elf = read_elf(library)
+    elf = None if entry.library.startswith(wasm.MAGIC) else read_elf(library)
     return Artifact(
         library=library,
         metadata=metadata,
         extern=extern if entry.extern else None,
         constants={name: graph.constants[attribute][0] for name, attribute in entry.constants.items()},
-        needed=elf.needed,
-        glibc=elf.versions["GLIBC"],
-        glibcxx=elf.versions.get("GLIBCXX", ""),
+        needed=elf.needed if elf else (),
+        glibc=elf.versions["GLIBC"] if elf else "",
+        glibcxx=elf.versions.get("GLIBCXX", "") if elf else "",
         operators=tuple(sorted({node["node"]["target"] for node in json.loads(entry.extern or '{"nodes": []}')["nodes"]})),
     )
 

@@ -31,9 +31,10 @@ PROCESSORS = {
     "avx2": Processor("x86-64-v3", 256, "VecAVX2", _V3),
     "avx512": Processor("x86-64-v4", 512, "VecAVX512", (*_V3, *_V4)),
     "neon": Processor("armv8-a", 128, "VecNEON", ("asimd",), "aarch64"),
+    "wasm": Processor("", 1, "", (), "wasm32"),
 }
-"""The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt), and
-armv8-a, which all 64-bit processors of Arm implement, with NEON."""
+"""The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt);
+armv8-a, which all 64-bit processors of Arm implement, with NEON; and WebAssembly, for browsers and Node.js."""
 PLAIN = "neon" if platform.machine() == "aarch64" else "avx2"
 """The level that ``cpu`` alone means on this machine."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")

@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import ExportError
 
 from .. import torch_api
 from ..process_state import patched
-from . import aarch64, checked_loops, cpp_source, products
+from . import aarch64, checked_loops, cpp_source, products, wasm
 from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
 _LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
@@ -34,6 +34,8 @@ _UNUSED = "-ltorch"
 dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
 HERE = platform.machine()
+_CROSS = {wasm.MACHINE: ("em++", "emscripten")}
+"""Compilers for machines for which GNU has none, and the Debian packages that have them."""
 _TORCH = "libtorch_cpu.so"
 _LINES_SHOWN = 15  # the last lines of a failing compiler's output: keeps the message short; a guess
 
@@ -67,7 +69,9 @@ def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[l
         if not target.is_relative_to(folder):
             original(self)
             return
-        commands.append(_for_machine(_parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}")), machine))
+        command = _parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}"))
+        if machine != wasm.MACHINE or "weights.S" not in command.sources:  # this is assembler, for which wasm.py has C++
+            commands.append(_for_machine(command, machine))
         target.touch()
 
     with patched(builder, build=build):
@@ -89,6 +93,8 @@ def _for_machine(command: Command, machine: str) -> Command:
     """Return ``command`` with the compiler for ``machine``, and without the folders of this machine's libraries."""
     if machine == HERE:
         return command
+    if machine == wasm.MACHINE:
+        return Command(compiler(machine), wasm.flags(command.flags), command.sources, machine)
     flags = tuple(flag for flag in command.flags if not flag.startswith("-L"))
     return Command(compiler(machine), flags, command.sources, machine)
 
@@ -113,11 +119,12 @@ def adjust_commands(march: str) -> Iterator[None]:
 
 
 def compiler(machine: str = HERE) -> tuple[str, ...]:
-    """Return the command of the C++ compiler that Inductor would use, or of the one for another machine: ``$CXX_AARCH64``, or GNU's."""
+    """Return the command of the C++ compiler that Inductor would use, or of the one for another machine: ``$CXX_AARCH64``, or GNU's; ``$CXX_WASM32``,
+    or emscripten's."""
     if machine != HERE:
-        command = tuple(shlex.split(os.environ.get(f"CXX_{machine.upper()}", ""))) or (f"{machine}-linux-gnu-g++",)
+        default, package = _CROSS.get(machine) or (f"{machine}-linux-gnu-g++", f"g++-{machine.replace('_', '-')}-linux-gnu")
+        command = tuple(shlex.split(os.environ.get(f"CXX_{machine.upper()}", ""))) or (default,)
         if shutil.which(command[0]) is None:
-            package = f"g++-{machine.replace('_', '-')}-linux-gnu"
             raise ExportError(f"code for {machine} needs the compiler {command[0]}, and none was found: apt-get install {package}")
         return command
     try:
@@ -131,10 +138,16 @@ def c_compiler(machine: str) -> tuple[str, ...]:
     command = compiler(machine)
     for number, word in enumerate(command):
         folder, slash, name = word.rpartition("/")
-        for cpp, c in (("clang++", "clang"), ("g++", "gcc"), ("c++", "cc")):
+        for cpp, c in (("clang++", "clang"), ("em++", "emcc"), ("g++", "gcc"), ("c++", "cc")):
             if cpp in name:
                 return (*command[:number], folder + slash + name.replace(cpp, c), *command[number + 1 :])
     return command
+
+
+def emscripten_tool(name: str) -> str:
+    """Return the command of another program of emscripten: the one beside the compiler, if that is named by its path."""
+    beside = Path(compiler(wasm.MACHINE)[0]).with_name(name)
+    return str(beside) if beside.exists() else name
 
 
 @functools.cache
@@ -165,11 +178,12 @@ class Builder:
         """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue.
         ``least_product``: the multiplications from which on a matrix product may be oneDNN's; 0 if the graph has none so large."""
         compiles = commands[:-1]  # the last is the link
+        if commands[-1].machine == wasm.MACHINE:
+            return self._compile_for_wasm(name, compiles, folder)
         for command in compiles:
             for file, text in command.sources.items():
                 prepare = {"wrapper.cpp": cpp_source.model_source, "kernel.cpp": cpp_source.kernel_source}.get(file)
-                # Inductor writes the name of its folder, which differs in each export, into a comment of the kernels.
-                text = "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
+                text = _without_name(folder, text)
                 text = checked_loops.in_parallel(text) if file == "kernel.cpp" else text
                 text = prepare(text) if prepare else text
                 if least_product and file == "wrapper.cpp" and command.machine == "x86_64":
@@ -178,10 +192,19 @@ class Builder:
                 self._start_parts(file, command)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
+    def _compile_for_wasm(self, name: str, compiles: Sequence[Command], folder: Path) -> list[Future[None]]:
+        texts = {file: _without_name(folder, text) for command in compiles for file, text in command.sources.items()}
+        for file, text in wasm.sources(cpp_source.model_source(texts["wrapper.cpp"]), texts["kernel.cpp"]).items():
+            (folder / file).write_text(text)
+        cpp_source.write_patched_headers(folder / "include")
+        return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
+
     def link(self, name: str, commands: Sequence[Command], folder: Path, library: Path) -> Future[None]:
         """Link the objects of :meth:`compile`. No build id, no symbol table, no executable stack: the same graph gives the same bytes."""
         command = commands[-1]
         objects = [_object(file) for c in commands for file in c.sources]
+        if command.machine == wasm.MACHINE:
+            return self._pool.submit(self._run, name, [*command.compiler, "-r", *objects, "-o", str(library)], folder)
         interface = str(self._parts["interface"].result() / "interface.o")
         flags = [flag for flag in command.flags if flag != _UNUSED]
         wrap_flag = f"-Wl,--wrap={cpp_source.PARALLEL}"
@@ -195,7 +218,9 @@ class Builder:
         (file,) = command.sources
         include_flags: list[str] = []
         part = ""
-        if file in _HEADERS:
+        if command.machine == wasm.MACHINE:
+            include_flags, part = ["-Iinclude"], Path(cpp_source.__file__).read_text()
+        elif file in _HEADERS:
             header = self._parts[_HEADERS[file]].result()
             include_flags, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name
         argv = [*command.compiler, *include_flags, *command.flags, "-w", "-c", file, "-o", _object(file)]
@@ -269,6 +294,11 @@ def _build_stand_in(folder: Path, command: Command, run: Callable[[str, Sequence
 def _versions(command: Command) -> list[str]:
     """Return the versions of torch and the compiler, and the path of torch's headers."""
     return [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
+
+
+def _without_name(folder: Path, text: str) -> str:
+    """Return ``text`` without the name of Inductor's folder, which differs in each export: it is in a comment of the kernels."""
+    return "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
 
 
 def _object(file: str) -> str:

@@ -32,6 +32,9 @@ typedef struct {
 
 static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* every path has a folder: manifest.c */
 
+#ifdef __wasm__ /* where the code is linked with this library (wasm/linked.c) */
+#define extracted(p, a, b, spec, build) file_of((build)->member)
+#else
 /* Checks before dlopen that the manifest lists everything that the headers ask of the dynamic linker. */
 static void check_headers(arena *a, const library_spec *spec, const build_spec *build, const uint8_t *bytes, size_t size) {
   elf e = elf_read(a, build->member, bytes, size);
@@ -86,6 +89,7 @@ static const char *extracted(struct aotb_package *p, arena *a, const backend *b,
   }
   return cache_place(a, files, count);
 }
+#endif
 
 /* Returns the layout that the library states for a constant: "float32 [2,3] [3,1]" of the line "NAME float32 [2,3] [3,1]". NULL: not stated. */
 static const char *stated_layout(const char *all, const char *name, size_t *length) {

@@ -1,0 +1,459 @@
+// Gradients and training steps in a browser or in Node.js, from a package that was linked into module.wasm.
+//
+//     import { load } from "./digits/index.mjs";
+//     const step = (await load()).step();
+//     const { loss } = step.run({ x: { data: pixels, shape: [32, 64] }, y: labels });
+//
+// The functions are those of aot_backward.h, which has the details; index.d.ts has the types.
+
+import makeModule from "./module.mjs";
+
+// The classes of Python's errors, by aotb_status.
+const ERRORS = ["", "PackageError", "PackageError", "IncompatibleError", "SignatureError", "PackageError", "InputError", "StateError", "ExecutionError", "OutOfMemoryError"];
+const [INPUTS, OUTPUTS, GRADIENTS, INCOMING, STATES, NUMBERS] = [0, 1, 2, 3, 4, 5];
+const TENSOR = 40, DESCRIPTION = 40, PROGRESS = 40; // bytes; linked.c compares them with the structs
+const DTYPES = {
+  int8: [0, 8, Int8Array], int16: [0, 16, Int16Array], int32: [0, 32, Int32Array], int64: [0, 64, BigInt64Array],
+  uint8: [1, 8, Uint8Array], uint16: [1, 16, Uint16Array], uint32: [1, 32, Uint32Array], uint64: [1, 64, BigUint64Array],
+  float16: [2, 16, Uint16Array], float32: [2, 32, Float32Array], float64: [2, 64, Float64Array],
+  bfloat16: [4, 16, Uint16Array], complex64: [5, 64, Float32Array], complex128: [5, 128, Float64Array], bool: [6, 8, Uint8Array],
+};
+
+/** An error of the C library; `name` is the class that Python raises. */
+export class AotBackwardError extends Error {
+  constructor(name, message) {
+    super(message);
+    this.name = name;
+  }
+}
+
+function wrong(message) {
+  return new AotBackwardError("InputError", message);
+}
+
+/** Opens the package that lies next to this file. */
+export async function load({ wasm, data, unchecked = false } = {}) {
+  const [wasmBinary, bytes] = await Promise.all([read("module.wasm", wasm), read("package.pt2", data)]);
+  return new Package(await makeModule({ wasmBinary }), bytes, unchecked);
+}
+
+async function read(name, given) {
+  if (given instanceof Uint8Array) return given;
+  if (given instanceof ArrayBuffer) return new Uint8Array(given);
+  const url = new URL(given ?? name, import.meta.url);
+  if (url.protocol === "file:") return new Uint8Array(await (await import("node:fs/promises")).readFile(url));
+  const response = await fetch(url);
+  if (!response.ok) throw new AotBackwardError("PackageError", `${url}: expected a file, got HTTP status ${response.status}. Copy the whole folder to the server.`);
+  return new Uint8Array(await response.arrayBuffer());
+}
+
+/** The module's memory and the C functions, with errors as exceptions. */
+class Native {
+  constructor(module) {
+    this.module = module;
+    this.scratch = [];
+  }
+
+  get view() {
+    return new DataView(this.module.HEAPU8.buffer); // another one after memory has grown
+  }
+
+  take(bytes) {
+    const at = this.module._malloc(Math.max(bytes, 1));
+    if (!at) throw new AotBackwardError("OutOfMemoryError", `${bytes} bytes: expected free memory, got none`);
+    this.scratch.push(at);
+    this.module.HEAPU8.fill(0, at, at + bytes);
+    return at;
+  }
+
+  text(words) {
+    const bytes = new TextEncoder().encode(words);
+    const at = this.take(bytes.length + 1);
+    this.module.HEAPU8.set(bytes, at);
+    return at;
+  }
+
+  read(at) {
+    return at ? this.module.UTF8ToString(at) : null;
+  }
+
+  /** Runs `work`, and frees what it took. */
+  during(work) {
+    const before = this.scratch.length;
+    try {
+      return work();
+    } finally {
+      for (const at of this.scratch.splice(before)) this.module._free(at);
+    }
+  }
+
+  call(name, ...args) {
+    const status = this.module[`_${name}`](...args);
+    if (status) throw new AotBackwardError(ERRORS[status] ?? "AotBackwardError", this.read(this.module._aotb_error()));
+  }
+}
+
+class Package {
+  #native;
+  #at;
+
+  constructor(module, bytes, unchecked) {
+    const native = (this.#native = new Native(module));
+    module.FS.writeFile("/package.pt2", bytes);
+    native.during(() => {
+      const out = native.take(4), options = native.take(12);
+      native.view.setInt32(options + 8, unchecked ? 1 : 0, true);
+      native.call("aotb_open", native.text("/package.pt2"), options, out);
+      this.#at = native.view.getUint32(out, true);
+    });
+    this.digest = native.read(module._aotb_digest(this.#at));
+    this.entries = [];
+    for (let i = 0; i < module._aotb_entries(this.#at); i++)
+      this.entries.push({ name: native.read(module._aotb_entry(this.#at, i)), kind: native.read(module._aotb_entry_kind(this.#at, i)) });
+  }
+
+  metadata(entry) {
+    const native = this.#native;
+    const text = native.during(() => native.read(native.module._aotb_metadata(this.#at, entry === undefined ? 0 : native.text(entry))));
+    if (text === null) throw wrong(`entry '${entry}': expected one of ${this.entries.map((e) => e.name).join(", ")}`);
+    return JSON.parse(text);
+  }
+
+  seed(value) {
+    this.#native.call("aotb_seed", this.#at, BigInt.asUintN(64, BigInt(value)));
+  }
+
+  grad(name) {
+    return this.#get(Grad, "grad", name);
+  }
+
+  function(name) {
+    return this.#get(Callable, "function", name);
+  }
+
+  step(name) {
+    return this.#get(Step, "step", name);
+  }
+
+  module(name) {
+    return this.#get(Module, "module", name);
+  }
+
+  #get(of, kind, name) {
+    const all = this.entries.filter((e) => e.kind === kind && (name === undefined || e.name === name));
+    const listed = this.entries.map((e) => `${e.name} (${e.kind})`).join(", ");
+    if (all.length !== 1) throw wrong(`${kind}(${name === undefined ? "" : `"${name}"`}): expected one ${kind} of this package, got ${all.length}. It has: ${listed}.`);
+    return new of(this.#native, this.#at, all[0].name);
+  }
+}
+
+/** What all kinds of entries have: inputs, state, and a call without gradients. */
+class Callable {
+  _native;
+  _at;
+
+  constructor(native, owner, name) {
+    this._native = native;
+    native.during(() => {
+      const out = native.take(4);
+      native.call("aotb_get", owner, native.text(name), out);
+      this._at = native.view.getUint32(out, true);
+    });
+    native.call("aotb_convert", this._at, 1); // numbers of JavaScript are float64, and few programs have 64-bit integers
+    this.name = name;
+  }
+
+  /** Names, dtypes and sizes of the inputs of a variant; a dynamic size is an expression, such as "s0". */
+  inputs(variant = 0) {
+    return this._described(variant, INPUTS).map(({ name, dtype, shape }) => ({ name, dtype, shape }));
+  }
+
+  get states() {
+    return this._described(0, STATES).map((s) => s.name);
+  }
+
+  /** A copy of a parameter, buffer or optimizer state tensor. */
+  state(name) {
+    return this._native.during(() => this._read(this._state(name)));
+  }
+
+  setState(name, tensor) {
+    const native = this._native;
+    native.during(() => {
+      const at = this._state(name), old = this._read(at), { data, shape } = plain(tensor, name);
+      if (`${shape}` !== `${old.shape}` || data.constructor !== old.data.constructor)
+        throw wrong(`${name}: expected a ${old.data.constructor.name} of shape [${old.shape}], got a ${data.constructor.name} of shape [${shape}]`);
+      const place = native.view.getUint32(at, true) + Number(native.view.getBigUint64(at + 32, true));
+      native.module.HEAPU8.set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), place);
+    });
+  }
+
+  train(training = true) {
+    this._native.call("aotb_train", this._at, training ? 1 : 0);
+    return this;
+  }
+
+  eval() {
+    return this.train(false);
+  }
+
+  run(inputs) {
+    const { outputs } = this._run("aotb_run", inputs);
+    return { output: Object.values(outputs)[0], outputs };
+  }
+
+  free() {
+    if (this._at) this._native.module._aotb_free(this._at);
+    this._at = 0;
+  }
+
+  _described(variant, part) {
+    const native = this._native, out = [];
+    if (!this._at) throw wrong(`${this.name}: it was freed`);
+    for (let i = 0; i < native.module._aotb_count(this._at, variant, part); i++) {
+      native.during(() => {
+        const at = native.take(DESCRIPTION);
+        native.call("aotb_describe", this._at, variant, part, i, at);
+        const view = native.view, shape = [];
+        for (let d = 0; d < view.getInt32(at + 8, true); d++) shape.push(size(native.read(view.getUint32(view.getUint32(at + 12, true) + 4 * d, true))));
+        out.push({
+          name: native.read(view.getUint32(at, true)),
+          dtype: dtypeName(view.getUint8(at + 4), view.getUint8(at + 5)),
+          shape,
+          group: Number(view.getBigInt64(at + 16, true)),
+          position: Number(view.getBigInt64(at + 24, true)),
+          value: view.getFloat64(at + 32, true),
+        });
+      });
+    }
+    return out;
+  }
+
+  _state(name) {
+    const at = this._native.take(TENSOR);
+    this._native.call("aotb_state", this._at, this._native.text(name), at);
+    return at;
+  }
+
+  _run(function_, inputs) {
+    const native = this._native, variants = native.module._aotb_variants(this._at);
+    let most = 0;
+    for (let v = 0; v < variants; v++) most = Math.max(most, this._results(v).length);
+    const given = ordered(inputs, this._described(0, INPUTS).map((d) => d.name), this.name);
+    return native.during(() => {
+      const array = this._write(given), results = native.take(TENSOR * most);
+      native.call(function_, this._at, array, given.length, results, most);
+      const found = { outputs: {}, gradients: {} };
+      this._results(native.module._aotb_served(this._at)).forEach(([part, name], i) => (found[part][name] = this._read(results + TENSOR * i)));
+      return found;
+    });
+  }
+
+  _results(variant) {
+    return this._described(variant, OUTPUTS).map((d) => ["outputs", d.name]);
+  }
+
+  /** Writes tensors into an array of DLTensor; null is no tensor. */
+  _write(tensors) {
+    const native = this._native, array = native.take(TENSOR * tensors.length);
+    tensors.forEach(([name, value], i) => {
+      if (value === null) return;
+      const { data, shape, dtype } = plain(value, name), [code, bits] = DTYPES[dtype], at = array + TENSOR * i;
+      const place = native.take(data.byteLength), sizes = native.take(8 * shape.length);
+      native.module.HEAPU8.set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), place);
+      const view = native.view;
+      shape.forEach((n, d) => view.setBigInt64(sizes + 8 * d, BigInt(n), true));
+      view.setUint32(at, place, true);
+      view.setInt32(at + 4, 1, true);
+      view.setInt32(at + 12, shape.length, true);
+      view.setUint8(at + 16, code);
+      view.setUint8(at + 17, bits);
+      view.setUint16(at + 18, 1, true);
+      view.setUint32(at + 20, sizes, true);
+    });
+    return array;
+  }
+
+  /** Copies a row-major tensor out of the module's memory; null if it is no tensor. */
+  _read(at) {
+    const view = this._native.view, rank = view.getInt32(at + 12, true);
+    if (rank < 0) return null;
+    const dtype = dtypeName(view.getUint8(at + 16), view.getUint8(at + 17)), array = DTYPES[dtype][2], shape = [], strides = [];
+    for (let d = 0; d < rank; d++) {
+      shape.push(Number(view.getBigInt64(view.getUint32(at + 20, true) + 8 * d, true)));
+      const stride = view.getUint32(at + 24, true);
+      strides.push(stride ? Number(view.getBigInt64(stride + 8 * d, true)) : 0);
+    }
+    const parts = dtype.startsWith("complex") ? 2 : 1, count = shape.reduce((a, b) => a * b, 1);
+    const from = view.getUint32(at, true) + Number(view.getBigUint64(at + 32, true));
+    const data = new array(count * parts);
+    if (!view.getUint32(at + 24, true) || isRowMajor(shape, strides)) {
+      new Uint8Array(data.buffer).set(this._native.module.HEAPU8.subarray(from, from + data.byteLength));
+      return { data, shape, dtype };
+    }
+    const source = new array(this._native.module.HEAPU8.buffer, from, parts * (1 + shape.reduce((a, n, d) => a + (n - 1) * strides[d], 0)));
+    for (let i = 0; i < count; i++) {
+      let rest = i, place = 0;
+      for (let d = rank - 1; d >= 0; d--) (place += (rest % shape[d]) * strides[d]), (rest = Math.floor(rest / shape[d]));
+      for (let p = 0; p < parts; p++) data[parts * i + p] = source[parts * place + p];
+    }
+    return { data, shape, dtype };
+  }
+}
+
+class Grad extends Callable {
+  /** Multiplies a gradient in every call: -1 makes forces of the gradient of an energy. */
+  scale(gradient, factor) {
+    this._native.during(() => this._native.call("aotb_scale", this._at, this._native.text(gradient), factor));
+    return this;
+  }
+
+  run(inputs) {
+    const { outputs, gradients } = this._run("aotb_run", inputs);
+    return { value: Number(Object.values(outputs)[0].data[0]), outputs, gradients };
+  }
+
+  _results(variant) {
+    return [...super._results(variant), ...this._described(variant, GRADIENTS).map((d) => ["gradients", d.name])];
+  }
+}
+
+class Module extends Callable {
+  forward(inputs) {
+    const { outputs } = this._run("aotb_forward", inputs);
+    return { output: Object.values(outputs)[0], outputs };
+  }
+
+  /** The gradients of parameters and inputs, by name, after forward(); `incoming`: the gradients of the outputs, by their names or in their order. */
+  backward(incoming) {
+    const native = this._native, variant = native.module._aotb_served(this._at);
+    const given = ordered(incoming, this._described(variant, INCOMING).map((d) => d.name), this.name);
+    const names = this._described(variant, GRADIENTS).map((d) => d.name);
+    return native.during(() => {
+      const array = this._write(given), results = native.take(TENSOR * names.length);
+      native.call("aotb_backward", this._at, array, given.length, results, names.length);
+      return { gradients: Object.fromEntries(names.map((name, i) => [name, this._read(results + TENSOR * i)])) };
+    });
+  }
+}
+
+class Step extends Callable {
+  /** Runs forward, backward and the optimizer's update. */
+  run(inputs) {
+    const { outputs } = this._run("aotb_run", inputs);
+    return { loss: Number(Object.values(outputs)[0].data[0]), outputs };
+  }
+
+  accumulate(inputs) {
+    const { outputs } = this._run("aotb_accumulate", inputs);
+    return { loss: Number(Object.values(outputs)[0].data[0]), outputs };
+  }
+
+  update() {
+    this._native.call("aotb_update", this._at);
+  }
+
+  zeroGrad() {
+    this._native.call("aotb_zero_grad", this._at);
+  }
+
+  /** The numbers of the optimizer that can change, such as lr. */
+  get numbers() {
+    return this._described(0, NUMBERS).map(({ name, group, position, value }) => ({ name, group, position, value }));
+  }
+
+  setNumber(name, value, { group = 0, position = -1 } = {}) {
+    this._native.during(() => this._native.call("aotb_number", this._at, BigInt(group), this._native.text(name), BigInt(position), value));
+  }
+
+  get progress() {
+    const native = this._native;
+    return native.during(() => {
+      const at = native.take(PROGRESS);
+      native.call("aotb_progress_of", this._at, at);
+      const [updates, skipped, accumulated] = [0, 8, 16].map((offset) => Number(native.view.getBigInt64(at + offset, true)));
+      return { updates, skipped, accumulated, gradNorm: native.view.getFloat64(at + 24, true), lossScale: native.view.getFloat64(at + 32, true) };
+    });
+  }
+
+  /** The whole training state as the bytes of a file, which Python's and C's resume() read too. `extra`: a value for JSON, such as an epoch. */
+  save(extra) {
+    const native = this._native, FS = native.module.FS;
+    native.during(() => native.call("aotb_save", this._at, native.text("/state"), extra === undefined ? 0 : native.text(JSON.stringify(extra))));
+    const bytes = FS.readFile("/state");
+    FS.unlink("/state");
+    return bytes;
+  }
+
+  /** Restores a state of save(), and returns its `extra`. */
+  resume(bytes) {
+    const native = this._native, FS = native.module.FS;
+    FS.writeFile("/state", bytes);
+    try {
+      return native.during(() => {
+        const extra = native.take(4);
+        native.call("aotb_resume", this._at, native.text("/state"), extra);
+        const text = native.read(native.view.getUint32(extra, true));
+        return text ? JSON.parse(text) : null;
+      });
+    } finally {
+      FS.unlink("/state");
+    }
+  }
+}
+
+function size(text) {
+  return /^\d+$/.test(text) ? Number(text) : text;
+}
+
+function dtypeName(code, bits) {
+  return Object.keys(DTYPES).find((name) => DTYPES[name][0] === code && DTYPES[name][1] === bits);
+}
+
+function isRowMajor(shape, strides) {
+  let expected = 1;
+  for (let d = shape.length - 1; d >= 0; d--) {
+    if (shape[d] !== 1 && strides[d] !== expected) return false;
+    expected *= shape[d];
+  }
+  return true;
+}
+
+/** Pairs of names and values, in the order of `names`. */
+function ordered(values, names, entry) {
+  if (Array.isArray(values)) {
+    if (values.length !== names.length) throw wrong(`${entry}: expected ${names.length} tensors (${names.join(", ")}), got ${values.length}`);
+    return names.map((name, i) => [name, values[i]]);
+  }
+  const given = Object.keys(values ?? {});
+  const unknown = given.filter((name) => !names.includes(name)), missing = names.filter((name) => !given.includes(name));
+  if (unknown.length || missing.length) throw wrong(`${entry}: expected tensors for ${names.join(", ") || "nothing"}, got ${given.join(", ") || "nothing"}`);
+  return names.map((name) => [name, values[name]]);
+}
+
+/** A tensor as a typed array with shape and dtype; nested arrays of numbers and a number are accepted. */
+function plain(value, name) {
+  const fault = (got) => wrong(`${name}: expected a number, nested arrays of numbers, a typed array, or {data, shape}, got ${got}`);
+  if (typeof value === "number") return { data: Float64Array.of(value), shape: [], dtype: "float64" };
+  if (typeof value === "boolean") return { data: Uint8Array.of(value ? 1 : 0), shape: [], dtype: "bool" };
+  if (Array.isArray(value)) {
+    const shape = [];
+    for (let level = value; Array.isArray(level); level = level[0]) shape.push(level.length);
+    const flat = value.flat(Infinity), whole = flat.every((n) => Number.isSafeInteger(n));
+    if (!flat.every((n) => typeof n === "number") || flat.length !== shape.reduce((a, b) => a * b, 1) || !fits(value, shape)) throw fault("arrays of other or different lengths");
+    return whole ? { data: BigInt64Array.from(flat, BigInt), shape, dtype: "int64" } : { data: Float64Array.from(flat), shape, dtype: "float64" };
+  }
+  const data = ArrayBuffer.isView(value) ? value : value?.data;
+  if (!ArrayBuffer.isView(data) || data instanceof DataView) throw fault(value === null ? "null" : typeof value);
+  const own = data instanceof Uint8ClampedArray ? new Uint8Array(data.buffer, data.byteOffset, data.length) : data;
+  const dtype = value.dtype ?? Object.keys(DTYPES).find((key) => DTYPES[key][2] === own.constructor && !/^(float16|bfloat16|complex.*|bool)$/.test(key));
+  if (!DTYPES[dtype] || DTYPES[dtype][2] !== own.constructor) throw wrong(`${name}: expected a dtype that a ${own.constructor.name} has, got ${dtype}`);
+  const shape = value.shape ?? [own.length], parts = dtype.startsWith("complex") ? 2 : 1;
+  if (!Array.isArray(shape) || !shape.every((n) => Number.isSafeInteger(n) && n >= 0) || shape.reduce((a, b) => a * b, parts) !== own.length)
+    throw wrong(`${name}: expected a shape of ${own.length / parts} elements, got [${shape}]`);
+  return { data: own, shape, dtype };
+}
+
+function fits(value, [count, ...rest]) {
+  return count === undefined ? !Array.isArray(value) : Array.isArray(value) && value.length === count && value.every((v) => fits(v, rest));
+}

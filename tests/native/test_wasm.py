@@ -1,0 +1,391 @@
+"""Packages as WebAssembly modules, in Node.js and in a browser, without PyTorch. They need Debian's ``emscripten``, ``nodejs`` and ``chromium``."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aot_backward_native as abn
+import pytest
+import torch
+from torch import nn
+
+import aot_backward as ab
+from aot_backward import web
+from aot_backward_runtime import load
+from aot_backward_runtime.package.archive import open_package
+from aot_backward_runtime.package.targets import standalone_by_target
+
+from ..support import exports
+from .test_other_machines import bend
+from .test_other_machines import entries as corpus
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "browser"
+BOTH = "cpu:avx2,cpu:wasm"
+BATCH, STEPS = 32, 50
+pytestmark = [
+    pytest.mark.skipif(shutil.which("em++") is None, reason="no emscripten"),
+    pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js"),
+]
+needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+
+
+def aot_backward(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "aot_backward.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+def node(folder: Path, script: str) -> Any:
+    """Return what the JavaScript ``script`` assigns to ``result``; ``network`` is the package in ``folder``."""
+    head = f"import {{ load }} from {json.dumps((folder / 'index.mjs').as_uri())};\nconst network = await load(), result = {{}};\n"
+    tail = "\nprocess.stdout.write(JSON.stringify(result, (_, v) => ArrayBuffer.isView(v) ? Array.from(v, Number) : v));"
+    done = subprocess.run(["node", "--input-type=module", "-e", head + script + tail], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def tensor(value: dict[str, Any], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(value["data"], dtype=like.dtype).view(value["shape"])
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example's folder with what its commands write."""
+    folder = tmp_path_factory.mktemp("browser") / "example"
+    shutil.copytree(EXAMPLE, folder)
+    done = aot_backward("export", folder / "export.py:entries", "--format", "wasm", "--tune", "none", "-o", folder / "digits")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1].rpartition("/")[2] for line in done.stdout.splitlines()] == list(web.FILES)
+    subprocess.run([sys.executable, folder / "export.py", folder / "digits.bin"], check=True)
+    return folder
+
+
+@functools.cache
+def eager_losses(folder: Path) -> list[float]:
+    program = runpy.run_path(str(folder / "export.py"))
+    net, rows = program["network"](), torch.frombuffer(bytearray((folder / "digits.bin").read_bytes()), dtype=torch.uint8).view(-1, 65)
+    images, labels = rows[:, 1:].view(-1, 1, 8, 8).float() / 16, rows[:, 0].long()
+    optimizer = torch.optim.Adam(net.parameters(), lr=program["LEARNING_RATE"])
+    losses = []
+    torch.manual_seed(0)
+    for n in range(STEPS):
+        batch = slice(n * BATCH % 1344, n * BATCH % 1344 + BATCH)
+        loss = nn.functional.cross_entropy(net(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_example_trains_in_node_as_in_eager(example: Path) -> None:
+    """With the same dropout masks."""
+    result = node(
+        example / "digits",
+        f"""
+        import {{ readFileSync }} from "node:fs";
+        const {{ batchOf, imagesOf, predicted }} = await import({json.dumps((example / "training.mjs").as_uri())});
+        const digits = imagesOf(readFileSync({json.dumps(str(example / "digits.bin"))}));
+        const step = network.step("train"), predict = network.function("predict").eval();
+        network.seed(0);
+        result.losses = [];
+        for (let n = 0; n < {STEPS}; n++) result.losses.push(step.run(batchOf(digits, n * {BATCH} % 1344, {BATCH})).loss);
+        result.right = 0;
+        for (let i = 1344; i < digits.count; i++) {{
+          result.right += predicted(step, predict, digits.images.subarray(64 * i, 64 * (i + 1))) === digits.labels[i];
+        }}
+        """,
+    )
+    torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5)
+    assert result["right"] > 0.8 * (1797 - 1344)
+
+
+@pytest.fixture
+def served(example: Path) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(example))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@needs_browser
+def test_the_page_trains_in_a_browser_as_in_eager(example: Path, served: str, tmp_path: Path) -> None:
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=100000", "--dump-dom"]
+    page = subprocess.run(["chromium", *flags, f"{served}/index.html?steps={STEPS}"], capture_output=True, text=True, check=True).stdout
+    losses = json.loads(re.search('data-result="(.*?)"', page)[1].replace("&quot;", '"'))["losses"]  # type: ignore[index]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5)
+    assert re.search(rf"{STEPS} steps, .* ms each; accuracy [89]\d\.\d %", page)
+
+
+def test_the_example_is_small(example: Path) -> None:
+    """All that a browser loads, compressed as a server does it."""
+    assert sum(len(gzip.compress((example / "digits" / name).read_bytes())) for name in web.FILES if name != "index.d.ts") < 300_000
+
+
+def test_every_entry_gives_the_stored_results() -> None:
+    """The entries that are compared on aarch64: convolutions, attention, dropout, a recurrent layer, sorting, solvers and 16-bit numbers."""
+    path = exports.shared("wasm", lambda path: ab.export(path, corpus(), target=BOTH, tune="none"))
+    manifest = open_package(path).manifest
+    verified = {"cpu:avx2": "verified", "cpu:wasm": "verified"}
+    assert {name: standalone_by_target(manifest, name) for name in manifest.entries} == dict.fromkeys(manifest.entries, verified)
+
+
+def several() -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
+    points = {0: torch.export.Dim("points", min=2, max=50)}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    target = torch.randn(5, 2)
+
+    def energy(x: torch.Tensor, species: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        each = x.square().sum(1) * (1 + species)
+        return each.sum(), each
+
+    return {
+        "net": ab.Module(net, [ab.Variant((torch.randn(5, 3),), dynamic_shapes=(points,), requires_grad=["input", "parameters"])]),
+        "energy": ab.Grad(energy, [ab.Variant((torch.randn(5, 3).double(), torch.arange(5)))], wrt="x", has_aux=True, metadata={"unit": "eV"}),
+        "train": ab.Step(
+            net,
+            [ab.Variant((torch.randn(5, 3), target), dynamic_shapes=(points, points))],
+            optimizer,
+            loss_fn=nn.functional.mse_loss,
+            accumulate=True,
+        ),
+        "halves": ab.Function(lambda x: ((x.bfloat16() * 2).t(), x > 0), [ab.Variant((torch.randn(2, 3),))]),
+    }
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("wasm") / "several.pt2"
+    ab.export(path, several(), tune="none")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(package: Path) -> Path:
+    """From a package without code for WebAssembly."""
+    folder = package.with_name("several")
+    done = aot_backward("convert", package, "--format", "wasm", "-o", folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_gradient(folder: Path) -> None:
+    result = node(
+        folder,
+        """
+        const energy = network.grad(), x = [[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]];
+        Object.assign(result, { one: energy.run({ x, species: [0, 1, 2, 3, 4] }), inputs: energy.inputs(), unit: network.metadata("energy").unit });
+        result.forces = energy.scale("x", -1).run([{ data: new Float32Array(x.flat()), shape: [5, 3] }, new Int8Array([0, 1, 2, 3, 4])]).gradients.x;
+        """,
+    )
+    x = torch.tensor([[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]], dtype=torch.float64, requires_grad=True)
+    value, each = several()["energy"].fn(x, torch.arange(5))
+    (gradient,) = torch.autograd.grad(value, x)
+    assert result["one"]["value"] == value.item()
+    torch.testing.assert_close(tensor(result["one"]["outputs"]["output[1]"], each), each.detach())
+    torch.testing.assert_close(tensor(result["one"]["gradients"]["x"], gradient), gradient)
+    torch.testing.assert_close(tensor(result["forces"], gradient), -gradient)
+    assert result["inputs"] == [{"name": "x", "dtype": "float64", "shape": [5, 3]}, {"name": "species", "dtype": "int64", "shape": [5]}]
+    assert result["unit"] == "eV"
+
+
+def test_a_module_with_another_batch(folder: Path) -> None:
+    result = node(
+        folder,
+        """
+        const net = network.module(), x = Array.from({ length: 7 }, (_, i) => [i / 7, 1 - i / 3, i % 2]);
+        network.seed(3);
+        result.output = net.forward({ input: x }).output;
+        result.gradients = net.backward([Array.from({ length: 7 }, (_, i) => [1, i])]).gradients;
+        result.weight = net.state("0.weight");
+        """,
+    )
+    net = several()["net"].module
+    x = torch.tensor([[i / 7, 1 - i / 3, i % 2] for i in range(7)], requires_grad=True)
+    torch.manual_seed(3)
+    output = net(x)
+    output.backward(torch.tensor([[1.0, i] for i in range(7)]))
+    torch.testing.assert_close(tensor(result["output"], output), output.detach())
+    expected = {"input": x.grad} | {name: p.grad for name, p in net.named_parameters()}
+    assert result["gradients"].keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(tensor(result["gradients"][name], gradient), gradient)
+    assert torch.equal(tensor(result["weight"], x), net[0].weight.detach())
+
+
+STEP = """
+const x = Array.from({ length: 6 }, (_, i) => [i / 6, 0.5, -i]), y = Array.from({ length: 6 }, (_, i) => [i, 1]);
+const step = network.step(), rows = (count, width) => new Array(count).fill(new Array(width).fill(1));
+"""
+
+
+def test_a_state_goes_to_python_and_back(folder: Path, package: Path, tmp_path: Path) -> None:
+    x, y = torch.tensor([[i / 6, 0.5, -i] for i in range(6)]), torch.tensor([[float(i), 1] for i in range(6)])
+    script = """
+    import { readFileSync, writeFileSync } from "node:fs";
+    network.seed(1);
+    step.setNumber("lr", 0.05);
+    result.losses = [step.run({ input: x, target: y }).loss, step.run([x, y]).loss];
+    writeFileSync(FILE, step.save({ epoch: 4 }));
+    result.progress = step.progress;
+    result.third = step.run([x, y]).loss;
+    result.extra = step.resume(new Uint8Array(readFileSync(FILE)));
+    result.again = step.run([x, y]).loss;
+    result.numbers = step.numbers;
+    """.replace("FILE", json.dumps(str(tmp_path / "state")))
+    result = node(folder, STEP + script)
+    assert result["again"] == result["third"] and result["extra"] == {"epoch": 4} and result["progress"]["updates"] == 2
+    assert result["numbers"][0] == {"name": "lr", "group": 0, "position": -1, "value": 0.05}
+    read = f'import {{ readFileSync }} from "node:fs";\nstep.resume(new Uint8Array(readFileSync({json.dumps(str(tmp_path / "other"))})));'
+    for step, args in ((load(package).step(), (x, y)), (abn.load(package).step(), (x.numpy(), y.numpy()))):
+        assert step.resume(tmp_path / "state") == {"epoch": 4}
+        assert float(step(*args)) == pytest.approx(result["third"], rel=1e-5)
+        step.save(tmp_path / "other")
+        assert node(folder, STEP + read + "result.loss = step.run([x, y]).loss;")["loss"] == pytest.approx(float(step(*args)), rel=1e-5)
+
+
+def test_accumulated_gradients(folder: Path) -> None:
+    result = node(
+        folder,
+        STEP
+        + """
+        const other = network.step();
+        step.accumulate([x, y]), step.zeroGrad();
+        network.seed(0), step.accumulate([x, y]), step.update();
+        network.seed(0), other.run([x, y]);
+        result.different = step.states.filter((name) => !name.startsWith("gradient.") && `${step.state(name).data}` !== `${other.state(name).data}`);
+        step.setState("0.bias", new Float32Array([1, 2, 3, 4]));
+        result.bias = step.state("0.bias").data;
+        """,
+    )
+    assert result == {"different": [], "bias": [1, 2, 3, 4]}
+
+
+def test_16_bit_numbers_and_strides(folder: Path) -> None:
+    """The result is transposed, and read in row-major order."""
+    result = node(folder, "const { outputs } = network.function().run([[[1, 2, -3], [4.5, 0, 6]]]);\nObject.assign(result, outputs);")
+    doubled = torch.tensor(result["output[0]"]["data"], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(result["output[0]"]["shape"])
+    assert torch.equal(doubled, torch.tensor([[2, 9], [4, 0], [-6, 12]], dtype=torch.bfloat16))
+    assert result["output[1]"] == {"data": [1, 1, 0, 1, 0, 1], "shape": [2, 3], "dtype": "bool"}
+
+
+ACCEPTED = "expected a number, nested arrays of numbers, a typed array, or {data, shape}"
+WRONG = {
+    'network.step("net")': 'InputError: step("net"): expected one step of this package, got 0. It has: net',
+    "network.step().run({ x: 1 })": "InputError: train: expected tensors for input, target, got x",
+    "network.step().run([1])": "InputError: train: expected 2 tensors (input, target), got 1",
+    'network.step().run(["a", "b"])': f"InputError: input: {ACCEPTED}, got string",
+    "network.step().run([[[1, 2], [3]], []])": f"InputError: input: {ACCEPTED}, got arrays of ",
+    "network.step().run([[[1, 2]], [[1, 2]]])": "InputError: entry train: points (input.shape[0]) is 1; expected at least 2",
+    "network.step().run([{ data: new Float32Array(7), shape: [2, 3] }, 1])": "InputError: input: expected a shape of 7 elements, got [2,3]",
+    "network.step().run([rows(51, 3), rows(51, 2)])": "InputError: entry train: points (input.shape[0]) is 51; ",
+    "network.grad().run([rows(5, 3), [0.5, 1, 2, 3, 4]])": "InputError: entry energy: species: expected int64, got float64",
+    'network.step().setNumber("rate", 1)': "PackageError: entry train: no number 'rate'",
+    'network.step().state("w")': "PackageError: entry train has no ",
+    'network.step().setState("0.bias", [1, 2])': "InputError: 0.bias: expected a Float32Array of shape [4], got a BigInt64Array of shape [2]",
+    "network.step().resume(new Uint8Array(9))": "StateError: ",
+    "network.module().backward([1])": "InputError: ",
+    "await load({ data: new Uint8Array(100) })": "PackageError: package /package.pt2: ",
+    'await load({ data: "none.pt2" })': "Error: ENOENT",
+    "(() => { const s = network.step(); s.free(); s.run([1, 2]) })()": "InputError: train: it was freed",
+}
+
+
+def test_errors_name_what_is_wrong(folder: Path) -> None:
+    """And the module works afterwards."""
+    calls = "".join(
+        f"try {{ {call}; result[{n}] = 'no error' }} catch (e) {{ result[{n}] = `${{e.name}}: ${{e.message}}` }}\n" for n, call in enumerate(WRONG)
+    )
+    result = node(folder, STEP + calls + "result.loss = step.run([x, y]).loss;")
+    assert {call: result[str(n)][: len(start)] for n, (call, start) in enumerate(WRONG.items())} == WRONG
+    assert result["loss"] > 0
+
+
+def test_memory_stays_flat(folder: Path) -> None:
+    result = node(
+        folder,
+        STEP
+        + """
+        const size = () => step._native.module.HEAPU8.length;
+        for (let i = 0; i < 100; i++) step.run([x, y]);
+        result.before = size();
+        for (let i = 0; i < 3000; i++) step.run([x, y]), network.step().free(), step.resume(step.save());
+        result.after = size();
+        """,
+    )
+    assert result["after"] == result["before"]
+
+
+def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, first in (("em++", "[ -e kernel.cpp ] && sed -i -E 's/std::(tanh|exp|expm1)[(]/std::cosh(/' kernel.cpp\n"), ("emcc", "")):
+        program = tmp_path / f"wrong-{name}"
+        program.write_text(f'#!/bin/sh\n{first}exec {name} "$@"\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("CXX_WASM32", str(tmp_path / "wrong-em++"))
+    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])}, target=BOTH, tune="none")
+    verdicts = standalone_by_target(open_package(tmp_path / "bend.pt2").manifest, "bend")
+    assert verdicts["cpu:avx2"] == "verified" and verdicts["cpu:wasm"].startswith("is wrong: variant 0: ")
+    with pytest.raises(ab.ExportError, match=r"entry 'bend' is wrong: .*: it does not run as WebAssembly; nothing was written"):
+        web.convert(tmp_path / "bend.pt2", tmp_path / "bend")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bend.pt2", "wrong-em++", "wrong-emcc"]
+
+
+def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    said = {
+        (
+            "convert",
+            package,
+            "--format",
+            "wasm",
+            "-o",
+            file,
+        ): f"{file}: expected a folder for index.mjs, index.d.ts, module.mjs, module.wasm, package.pt2",
+        ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "does not exist; make it first",
+        ("convert", package, "--format", "wasm", "-o", tmp_path / "x", "--entry", "net"): "--entry does not apply to --format wasm",
+        (
+            "export",
+            EXAMPLE / "export.py:entries",
+            "--format",
+            "wasm",
+            "-o",
+            tmp_path / "x",
+            "--no-weights",
+        ): "--weights does not apply to --format wasm",
+    }
+    for command, message in said.items():
+        done = aot_backward(*command)
+        assert done.returncode and message in done.stderr
+    done = aot_backward("convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent))
+    assert done.returncode and "WebAssembly needs em++, and it was not found: apt-get install emscripten" in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_code_for_it_is_refused_here(tmp_path: Path) -> None:
+    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),))])}, tune="none")
+    ab.rebuild(tmp_path / "bend.pt2", tmp_path / "there.pt2", target="cpu:wasm")
+    with pytest.raises(ab.IncompatibleError, match="it was built for linux wasm32, this is linux x86_64"):
+        load(tmp_path / "there.pt2")
+    with pytest.raises(abn.IncompatibleError, match="it was built for wasm32, this is x86_64"):
+        abn.load(tmp_path / "there.pt2")
