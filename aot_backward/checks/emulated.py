@@ -55,8 +55,12 @@ def why_not(target: Target) -> str:
         return f"was not run: this processor lacks the CPU flags {' '.join(lacking)}" if lacking else ""
     if emulator(target.machine):
         return ""
-    program, package = ("Node.js", "nodejs") if target.machine == wasm.MACHINE else ("emulator", "qemu-user")
-    return f"was not run: this machine is {gcc.HERE}, and has no {program} (apt-get install {package})"
+    return f"was not run: this machine is {gcc.HERE}, and has no {described(target.machine)}"
+
+
+def described(machine: str) -> str:
+    """Return what an emulator of ``machine`` is, and how to install it."""
+    return "Node.js (apt-get install nodejs)" if machine == wasm.MACHINE else "emulator (apt-get install qemu-user)"
 
 
 def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:

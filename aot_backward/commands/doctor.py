@@ -18,6 +18,7 @@ import torch
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.inductor import targets
+from aot_backward_exporters.toolchain import wasm
 from aot_backward_exporters.toolchain.compile_cache import cache_root
 from aot_backward_exporters.toolchain.gcc import compiler, compiler_version
 from aot_backward_runtime import compatibility
@@ -43,7 +44,11 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything, in the order in which it would fail."""
-    return [check() for check in (_system, _python, _torch, _processor, _products, _c_library, _compiler, _cache, _temporary, _gpu, _other_machines)]
+    checks = (_system, _python, _torch, _processor, _products, _c_library, _compiler, _cache, _temporary, _gpu)
+    return [
+        *(check() for check in checks),
+        *(_other_machine(machine) for machine in (*MACHINES.values(), wasm.MACHINE) if machine != platform.machine()),
+    ]
 
 
 def _system() -> Finding:
@@ -164,15 +169,14 @@ def _gpu() -> Finding:
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")
 
 
-def _other_machines() -> Finding:
-    machine = next(machine for machine in MACHINES.values() if machine != platform.machine())
+def _other_machine(machine: str) -> Finding:
     label = f"targets for {machine}"
     try:
         command = compiler(machine)
     except AotBackwardError as error:
         return Finding(label, "ok", f"none ({error})")
     emulator = emulated.emulator(machine)
-    check = f"checked in {emulator[0]}" if emulator else "not checked: no emulator (apt-get install qemu-user)"
+    check = f"checked in {emulator[0]}" if emulator else f"not checked: no {emulated.described(machine)}"
     names = [f"cpu:{level}" for level, processor in targets.PROCESSORS.items() if processor.machine == machine]
     return Finding(label, "ok", f"{', '.join(names)}, compiled by {command[0]}, {check}")
 

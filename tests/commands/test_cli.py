@@ -380,6 +380,7 @@ def test_doctor_where_all_is_well() -> None:
             "temporary folder",
             "GPU",
             "targets for aarch64",
+            "targets for wasm32",
         )
     ]
 
