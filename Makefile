@@ -89,6 +89,11 @@ endurance: $(STAMP)
 hosts: $(STAMP)
 	@$(BIN)/python -m tests.tools.hosts --docs docs/benchmarks/$$(date +%F)-hosts
 
+# examples/browser in Node.js and in Chromium, beside eager and the C library; steps as ONNX graphs in onnxruntime for JavaScript. Debian's emscripten,
+# nodejs with npm, and chromium. Three minutes.
+browser: $(STAMP)
+	@$(BIN)/python -m tests.tools.browser --docs docs/benchmarks/$$(date +%F)-browser
+
 # Public force fields against the TorchScript by which their libraries deploy them, and the page that runs MACE in LAMMPS. Two environments, a gigabyte
 # each, because MACE and NequIP need different versions of e3nn; half an hour.
 FORCE_FIELDS := --docs docs/benchmarks/$$(date +%F)-forcefields --only

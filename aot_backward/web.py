@@ -28,7 +28,7 @@ from .packaging.package_writer import write_package
 from .packaging.rebuild import rebuild
 
 TARGET = "cpu:wasm"
-FILES = ("index.mjs", "index.d.ts", "module.mjs", "module.wasm", "package.pt2")
+FILES = ("index.mjs", "index.d.mts", "module.mjs", "module.wasm", "package.pt2")
 _FUNCTIONS = (
     *("error", "open", "close", "digest", "entries", "entry", "entry_kind", "metadata", "seed", "get", "free", "train", "variants", "count"),
     *("describe", "convert", "scale", "run", "served", "forward", "backward", "state", "accumulate", "update", "zero_grad", "number"),
@@ -96,7 +96,7 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
             artifacts[name] = _without_code(archive, name, spec, work)
         native_libraries.linked(source, None, objects, _LINK, work, "module.mjs")
         write_package(work / "package.pt2", dataclasses.replace(manifest, members={}), artifacts, load_weights(archive), {})
-        for name in ("index.mjs", "index.d.ts"):
+        for name in ("index.mjs", "index.d.mts"):
             shutil.copy(source / "wasm" / name, work / name)
         folder.mkdir(exist_ok=True)
         for name in FILES:

@@ -137,7 +137,7 @@ def test_the_page_trains_in_a_browser_as_in_eager(example: Path, served: str, tm
 
 def test_the_example_is_small(example: Path) -> None:
     """All that a browser loads, compressed as a server does it."""
-    assert sum(len(gzip.compress((example / "digits" / name).read_bytes())) for name in web.FILES if name != "index.d.ts") < 300_000
+    assert sum(len(gzip.compress((example / "digits" / name).read_bytes())) for name in web.FILES if name != "index.d.mts") < 300_000
 
 
 def test_every_entry_gives_the_stored_results() -> None:
@@ -361,7 +361,7 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
             "wasm",
             "-o",
             file,
-        ): f"{file}: expected a folder for index.mjs, index.d.ts, module.mjs, module.wasm, package.pt2",
+        ): f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
         ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "does not exist; make it first",
         ("convert", package, "--format", "wasm", "-o", tmp_path / "x", "--entry", "net"): "--entry does not apply to --format wasm",
         (

@@ -4,7 +4,7 @@
 //     const step = (await load()).step();
 //     const { loss } = step.run({ x: { data: pixels, shape: [32, 64] }, y: labels });
 //
-// The functions are those of aot_backward.h, which has the details; index.d.ts has the types.
+// The functions are those of aot_backward.h, which has the details; index.d.mts has the types.
 
 import makeModule from "./module.mjs";
 
