@@ -89,6 +89,20 @@ endurance: $(STAMP)
 hosts: $(STAMP)
 	@$(BIN)/python -m tests.tools.hosts --docs docs/benchmarks/$$(date +%F)-hosts
 
+# Wheels of the runtimes, and of aot_backward_native for aarch64, too, by Debian's g++-aarch64-linux-gnu where it is installed. They go to dist/.
+DIST := dist
+CROSS := aarch64-linux-gnu-gcc
+wheels: $(STAMP)
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w $(DIST) ./runtime ./runtime/native
+	@if command -v $(CROSS) > /dev/null; then _PYTHON_HOST_PLATFORM=linux-aarch64 CC=$(CROSS) $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+	  --no-deps -w $(DIST) $(foreach setting,SYSTEM_NAME=Linux SYSTEM_PROCESSOR=aarch64 C_COMPILER=$(CROSS),-Ccmake.define.CMAKE_$(setting)) ./runtime/native; fi
+	@ls $(DIST)
+
+# Code for aarch64 in an emulator: each entry on both machines, training by the wheel in Debian's Python, refusals. Debian's g++-aarch64-linux-gnu and
+# qemu-user. Five minutes.
+arm: $(STAMP)
+	@$(BIN)/python -m tests.tools.arm --docs docs/benchmarks/$$(date +%F)-arm
+
 # examples/browser in Node.js and in Chromium, beside eager and the C library; steps as ONNX graphs in onnxruntime for JavaScript. Debian's emscripten,
 # nodejs with npm, and chromium. Three minutes.
 browser: $(STAMP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -70,8 +71,15 @@ def _check(folder: Path) -> None:
     """Raise :class:`ExportError` before minutes of compiling."""
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder}: expected a folder for {', '.join(FILES)}, got a file. Name a new folder.")
-    if not folder.absolute().parent.is_dir():
-        raise ExportError(f"the folder {folder.absolute().parent} does not exist; make it first")
+    parent = folder.absolute().parent
+    if not parent.is_dir():
+        raise ExportError(f"the folder {parent} does not exist; make it first")
+    for place in (folder, parent) if folder.exists() else (parent,):
+        if not os.access(place, os.W_OK):
+            raise ExportError(f"the folder {place} cannot be written to")
+    for name in FILES:
+        if (folder / name).is_dir():
+            raise ExportError(f"{folder / name}: expected a file or nothing, got a folder. Name another folder.")
     if not standalone.is_installed():
         raise ExportError("the C library is part of aot-backward-native, which is not installed: pip install aot-backward-native")
     for program, package in (("em++", "emscripten"), ("node", "nodejs")):
@@ -87,27 +95,34 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
         if entry.standalone != standalone.VERIFIED:
             raise ExportError(f"entry {name!r} {entry.standalone or 'stores no example'}: it does not run as WebAssembly; nothing was written")
     source = Path(importlib.import_module("aot_backward_native").source_dir())
-    with tempfile.TemporaryDirectory(prefix=".aot-backward-", dir=folder.absolute().parent) as temporary:
+    try:
+        temporary_folder = tempfile.TemporaryDirectory(prefix=".aot-backward-", dir=folder.absolute().parent)
+    except OSError as error:
+        raise ExportError(f"cannot write below {folder.absolute().parent}: {error.strerror or error}") from error
+    with temporary_folder as temporary:
         work = Path(temporary)
         objects, artifacts = {}, {}
         for name, spec in manifest.libraries.items():
             objects[f"{name}.so"] = work / f"{name}.o"
             objects[f"{name}.so"].write_bytes(archive.read_member(spec.member))
-            artifacts[name] = _without_code(archive, name, spec, work)
+            artifacts[name] = _without_code(archive, name, spec, objects[f"{name}.so"], work)
         native_libraries.linked(source, None, objects, _LINK, work, "module.mjs")
         write_package(work / "package.pt2", dataclasses.replace(manifest, members={}), artifacts, load_weights(archive), {})
         for name in ("index.mjs", "index.d.mts"):
             shutil.copy(source / "wasm" / name, work / name)
-        folder.mkdir(exist_ok=True)
-        for name in FILES:
-            (work / name).replace(folder / name)
+        try:
+            folder.mkdir(exist_ok=True)
+            for name in FILES:  # module.wasm and package.pt2 of two exports do not run together
+                (work / name).replace(folder / name)
+        except OSError as error:
+            raise ExportError(f"cannot write {folder}: {error.strerror or error}") from error
     return [folder / name for name in FILES]
 
 
-def _without_code(archive: Archive, name: str, spec: LibrarySpec, work: Path) -> Artifact:
-    """Return the compiled graph with a library that only says where its code is."""
+def _without_code(archive: Archive, name: str, spec: LibrarySpec, code: Path, work: Path) -> Artifact:
+    """Return the compiled graph with a library that only names its code, so that the package does not run with another module."""
     library, metadata, extern = work / f"{name}.so", work / f"{name}_metadata.json", work / f"{name}.json"
-    library.write_text("The code is in module.wasm.\n")
+    library.write_text(wasm.prefix_of(code))
     metadata.write_bytes(archive.read_member(spec.metadata))
     if spec.extern:
         extern.write_bytes(archive.read_member(spec.extern))

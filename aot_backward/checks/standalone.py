@@ -66,7 +66,7 @@ def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torc
             return ""
         file = path.with_suffix(".results")
         try:
-            results = _results(path, file, name, entry, number, stored, machine)
+            results = results_of(path, file, name, entry, number, stored, machine)
             difference = _difference(results, stored, as_stored=entry.kind == "step")
         except _Failed as error:
             return f"fails: {str(error).removeprefix(f'package {path}: ')}"
@@ -98,7 +98,7 @@ def _difference(results: Named, stored: Mapping[str, torch.Tensor], *, as_stored
     return ""
 
 
-def _results(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor], machine: str) -> Named:
+def results_of(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor], machine: str) -> Named:
     """Run that variant of the entry on its stored example in a separate process."""
     variant, states = entry.variants[number], _states(entry)
     request = {

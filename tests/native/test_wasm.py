@@ -152,12 +152,17 @@ def several() -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 2))
     points = {0: torch.export.Dim("points", min=2, max=50)}
+    net[3].weight = nn.Parameter(torch.randn(4, 2).t())  # in another order of memory
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     target = torch.randn(5, 2)
+    table = nn.Embedding(10, 4).bfloat16()
 
-    def energy(x: torch.Tensor, species: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def energy(x: torch.Tensor, species: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         each = x.square().sum(1) * (1 + species)
-        return each.sum(), each
+        return each.sum(), {"7": each}
+
+    def look_up(words: torch.Tensor) -> torch.Tensor:
+        return table(words).square().sum()
 
     return {
         "net": ab.Module(net, [ab.Variant((torch.randn(5, 3),), dynamic_shapes=(points,), requires_grad=["input", "parameters"])]),
@@ -169,7 +174,8 @@ def several() -> dict[str, Any]:
             loss_fn=nn.functional.mse_loss,
             accumulate=True,
         ),
-        "halves": ab.Function(lambda x: ((x.bfloat16() * 2).t(), x > 0), [ab.Variant((torch.randn(2, 3),))]),
+        "halves": ab.Function(lambda x: ((x.bfloat16() * 2).t(), x > 0, x[:0, :2]), [ab.Variant((torch.randn(2, 3),))]),
+        "look_up": ab.Grad(look_up, [ab.Variant((torch.arange(5),))], wrt="table.weight"),
     }
 
 
@@ -193,7 +199,7 @@ def test_a_gradient(folder: Path) -> None:
     result = node(
         folder,
         """
-        const energy = network.grad(), x = [[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]];
+        const energy = network.grad("energy"), x = [[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]];
         Object.assign(result, { one: energy.run({ x, species: [0, 1, 2, 3, 4] }), inputs: energy.inputs(), unit: network.metadata("energy").unit });
         result.forces = energy.scale("x", -1).run([{ data: new Float32Array(x.flat()), shape: [5, 3] }, new Int8Array([0, 1, 2, 3, 4])]).gradients.x;
         """,
@@ -202,7 +208,7 @@ def test_a_gradient(folder: Path) -> None:
     value, each = several()["energy"].fn(x, torch.arange(5))
     (gradient,) = torch.autograd.grad(value, x)
     assert result["one"]["value"] == value.item()
-    torch.testing.assert_close(tensor(result["one"]["outputs"]["output[1]"], each), each.detach())
+    torch.testing.assert_close(tensor(result["one"]["outputs"]["7"], each["7"]), each["7"].detach())
     torch.testing.assert_close(tensor(result["one"]["gradients"]["x"], gradient), gradient)
     torch.testing.assert_close(tensor(result["forces"], gradient), -gradient)
     assert result["inputs"] == [{"name": "x", "dtype": "float64", "shape": [5, 3]}, {"name": "species", "dtype": "int64", "shape": [5]}]
@@ -213,9 +219,10 @@ def test_a_module_with_another_batch(folder: Path) -> None:
     result = node(
         folder,
         """
-        const net = network.module(), x = Array.from({ length: 7 }, (_, i) => [i / 7, 1 - i / 3, i % 2]);
+        const net = network.module(), x = Float32Array.from({ length: 21 }, (_, i) => [i / 21, 1 - (i - 1) / 9, ((i - 2) / 3) % 2][i % 3]);
         network.seed(3);
-        result.output = net.forward({ input: x }).output;
+        result.output = net.forward({ input: { data: x, shape: [7, 3] } }).output;
+        network.step().run([[[1, 2, 3], [4, 5, 6]], [[1, 2], [3, 4]]]), x.fill(9); // the backward reads the inputs of the forward
         result.gradients = net.backward([Array.from({ length: 7 }, (_, i) => [1, i])]).gradients;
         result.weight = net.state("0.weight");
         """,
@@ -287,6 +294,7 @@ def test_16_bit_numbers_and_strides(folder: Path) -> None:
     doubled = torch.tensor(result["output[0]"]["data"], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(result["output[0]"]["shape"])
     assert torch.equal(doubled, torch.tensor([[2, 9], [4, 0], [-6, 12]], dtype=torch.bfloat16))
     assert result["output[1]"] == {"data": [1, 1, 0, 1, 0, 1], "shape": [2, 3], "dtype": "bool"}
+    assert result["output[2]"] == {"data": [], "shape": [0, 2], "dtype": "float32"}
 
 
 ACCEPTED = "expected a number, nested arrays of numbers, a typed array, or {data, shape}"
@@ -299,15 +307,25 @@ WRONG = {
     "network.step().run([[[1, 2]], [[1, 2]]])": "InputError: entry train: points (input.shape[0]) is 1; expected at least 2",
     "network.step().run([{ data: new Float32Array(7), shape: [2, 3] }, 1])": "InputError: input: expected a shape of 7 elements, got [2,3]",
     "network.step().run([rows(51, 3), rows(51, 2)])": "InputError: entry train: points (input.shape[0]) is 51; ",
-    "network.grad().run([rows(5, 3), [0.5, 1, 2, 3, 4]])": "InputError: entry energy: species: expected int64, got float64",
+    'network.grad("energy").run([rows(5, 3), [0.5, 1, 2, 3, 4]])': "InputError: entry energy: species: expected int64, got float64",
     'network.step().setNumber("rate", 1)': "PackageError: entry train: no number 'rate'",
     'network.step().state("w")': "PackageError: entry train has no ",
-    'network.step().setState("0.bias", [1, 2])': "InputError: 0.bias: expected a Float32Array of shape [4], got a BigInt64Array of shape [2]",
+    'network.step().setState("0.bias", [1, 2])': "InputError: 0.bias: expected float32 of shape [4], got int64 of shape [2]",
     "network.step().resume(new Uint8Array(9))": "StateError: ",
     "network.module().backward([1])": "InputError: ",
     "await load({ data: new Uint8Array(100) })": "PackageError: package /package.pt2: ",
     'await load({ data: "none.pt2" })': "Error: ENOENT",
+    "await load({ data: 5 })": "InputError: package.pt2: expected a Uint8Array, an ArrayBuffer or a URL, got Number",
+    "await load({ wasm: new Uint8Array(9) })": "PackageError: module.wasm: expected the module that module.mjs belongs to, got another file",
+    'network.grad("look_up").run([[1, 2, 10, 4, 5]])': "ExecutionError: entry look_up: data/aotinductor/look_up.0.gradient/",
+    "network.step().run([null, 1])": f"InputError: input: {ACCEPTED}, got null",
+    "network.step().run([[[1, true]], 1])": f"InputError: input: {ACCEPTED}, got an array with other elements",
+    "network.seed(1.5)": "InputError: seed: expected an integer, got 1.5",
+    'network.step().setNumber("lr")': "InputError: setNumber: expected a number, and integers for group and position, got undefined, 0 and -1",
+    'network.step().state("0.bias\\0")': 'InputError: expected a name, got "0.bias\\u0000"',
+    "network.step().resume(null)": "InputError: resume: expected a Uint8Array, got null",
     "(() => { const s = network.step(); s.free(); s.run([1, 2]) })()": "InputError: train: it was freed",
+    "(() => { const s = network.step(); s.free(); s.update() })()": "InputError: train: it was freed",
 }
 
 
@@ -319,6 +337,40 @@ def test_errors_name_what_is_wrong(folder: Path) -> None:
     result = node(folder, STEP + calls + "result.loss = step.run([x, y]).loss;")
     assert {call: result[str(n)][: len(start)] for n, (call, start) in enumerate(WRONG.items())} == WRONG
     assert result["loss"] > 0
+
+
+def test_numbers_of_other_dtypes(folder: Path) -> None:
+    """A loss in bfloat16, -0, and weights that are not row-major."""
+    result = node(
+        folder,
+        STEP
+        + """
+        const look = network.grad("look_up");
+        result.value = look.run([[1, 2, 3, 4, 5]]).value;
+        try { look.run([[1, 2, 10, 4, 5]]) } catch (e) { result.message = e.message }
+        result.again = look.run([[1, 2, 3, 4, 5]]).value;
+        const weight = step.state("3.weight");
+        step.setState("3.weight", weight);
+        result.kept = `${step.state("3.weight").data}` === `${weight.data}`;
+        result.weight = weight.data;
+        result.one = network.function().run([[[-0, 1, 1], [1, 1, 1]]]).outputs["output[0]"].data[0];
+        """,
+    )
+    made = several()
+    expected = made["look_up"].fn(torch.arange(1, 6)).item()
+    assert result["value"] == result["again"] == pytest.approx(expected, rel=0.01)
+    assert "index" in result["message"] and result["kept"] and result["one"] == 0x8000
+    assert torch.equal(torch.tensor(result["weight"]).view(2, 4), made["net"].module[3].weight.detach())
+
+
+def test_the_package_of_another_export_is_refused(tmp_path: Path) -> None:
+    """Both have entries, inputs and sizes of the same names; a browser may keep one of the files of an older export."""
+    for name, fn in (("bend", bend), ("other", lambda x: bend(x) + x.sum())):
+        ab.export(tmp_path / f"{name}.pt2", {"bend": ab.Grad(fn, [ab.Variant((torch.ones(4, 3),))], wrt="x")}, tune="none")
+        web.convert(tmp_path / f"{name}.pt2", tmp_path / name)
+    shutil.copy(tmp_path / "other" / "package.pt2", tmp_path / "bend")
+    result = node(tmp_path / "bend", "try { network.grad().run([[[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]]) } catch (e) { result.is = `${e}` }")
+    assert result["is"].startswith("IncompatibleError") and "Take module.wasm and package.pt2 from one export" in result["is"]
 
 
 def test_memory_stays_flat(folder: Path) -> None:
@@ -351,8 +403,9 @@ def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path) -> None:
-    file = tmp_path / "file"
+    file, held = tmp_path / "file", tmp_path / "held"
     file.touch()
+    (held / "module.wasm").mkdir(parents=True)
     said = {
         (
             "convert",
@@ -362,6 +415,7 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
             "-o",
             file,
         ): f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
+        ("convert", package, "--format", "wasm", "-o", held): f"{held}/module.wasm: expected a file or nothing, got a folder",
         ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "does not exist; make it first",
         ("convert", package, "--format", "wasm", "-o", tmp_path / "x", "--entry", "net"): "--entry does not apply to --format wasm",
         (
@@ -379,7 +433,7 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
         assert done.returncode and message in done.stderr
     done = aot_backward("convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent))
     assert done.returncode and "WebAssembly needs em++, and it was not found: apt-get install emscripten" in done.stderr
-    assert list(tmp_path.iterdir()) == [file]
+    assert sorted(tmp_path.iterdir()) == [file, held] and [p.name for p in held.iterdir()] == ["module.wasm"]
 
 
 def test_code_for_it_is_refused_here(tmp_path: Path) -> None:

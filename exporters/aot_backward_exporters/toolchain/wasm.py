@@ -18,7 +18,7 @@ MACHINE = "wasm32"
 MAGIC = b"\0asm"
 INCLUDE = Path(__file__).with_name("wasm_include")
 EXCEPTIONS = ("-fwasm-exceptions", "-sSUPPORT_LONGJMP=wasm")
-LINK = (*EXCEPTIONS, "-Os", "-sALLOW_MEMORY_GROWTH=1", "-sMAXIMUM_MEMORY=4GB", "-sTOTAL_STACK=1MB", "-sERROR_ON_UNDEFINED_SYMBOLS=1")
+LINK = (*EXCEPTIONS, "-Os", "-sALLOW_MEMORY_GROWTH=1", "-sMAXIMUM_MEMORY=2GB", "-sTOTAL_STACK=1MB", "-sERROR_ON_UNDEFINED_SYMBOLS=1")
 _KEPT = ("-D", "-O", "-std=", "-fsigned-zeros", "-fno-trapping-math", "-fmath-errno", "-ffp-contract=")
 _KERNEL = re.compile(r'^extern "C"\s+void\s+(\w+)\(', re.MULTILINE)
 _INTERFACE = re.compile(r"\b(AOTInductor\w+)(?=\()")
@@ -55,7 +55,8 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
         interface = _PRINTED.sub("", interface)
     names = {*_KERNEL.findall(kernels), *_INTERFACE.findall(interface), *_CONSTANTS, cpp_source.CONSTANT_LAYOUTS, "aot_inductor"}
     prefix = f"g{hashlib.sha256((wrapper + kernels).encode()).hexdigest()[:16]}_"
-    renamed = "".join(f"#define {name} {prefix}{name}\n" for name in sorted(names))
+    renamed = "#define thread_local\n"  # there is one thread, and clang 14 writes "unreachable" for a thread_local in a handler of exceptions
+    renamed += "".join(f"#define {name} {prefix}{name}\n" for name in sorted(names))
     constants = "".join(f"uint8_t {name}[1];\n" for name in _CONSTANTS)  # the weights are bound; PyTorch writes them in assembler
     return {
         "wrapper.cpp": f"{renamed}{cpp_source.wrapper_header()}{wrapper}\n{interface}\n{_DEVICE}{constants}",
@@ -66,13 +67,14 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
 def graph_table(objects: Mapping[str, Path]) -> str:
     """Return the C source of the table of compiled graphs (``runtime/native/wasm/linked.h``). ``objects``: by the names of their files in the
     package."""
-    graphs = {file: _prefix(path) for file, path in objects.items()}
+    graphs = {file: prefix_of(path) for file, path in objects.items()}
     declared = "".join(f"DECLARE_GRAPH({prefix})\n" for prefix in sorted(set(graphs.values())))
     rows = "".join(f'  GRAPH("{file}", {prefix}),\n' for file, prefix in graphs.items())
     return f'#include "linked.h"\n{declared}const linked_graph linked_graphs[] = {{\n{rows}  {{0}},\n}};\n'
 
 
-def _prefix(path: Path) -> str:
+def prefix_of(path: Path) -> str:
+    """Return what the names in a compiled graph begin with. It is a digest of the graph."""
     found = _RUN.search(path.read_bytes())
     if found is None:
         raise ExportError(f"{path}: expected a compiled graph for WebAssembly, got another file")

@@ -32,8 +32,13 @@ typedef struct {
 
 static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* every path has a folder: manifest.c */
 
-#ifdef __wasm__ /* where the code is linked with this library (wasm/linked.c) */
-#define extracted(p, a, b, spec, build) file_of((build)->member)
+#ifdef __wasm__ /* where the code is linked with this library (wasm/linked.c). A package without code has the start of its names instead. */
+static const char *extracted(struct aotb_package *p, arena *a, const backend *b, const library_spec *spec, const build_spec *build) {
+  (void)b, (void)spec;
+  size_t size;
+  const char *bytes = (const char *)package_member(p, a, build->member, &size);
+  return size && *bytes == 'g' ? arena_text(a, bytes, size) : file_of(build->member);
+}
 #else
 /* Checks before dlopen that the manifest lists everything that the headers ask of the dynamic linker. */
 static void check_headers(arena *a, const library_spec *spec, const build_spec *build, const uint8_t *bytes, size_t size) {

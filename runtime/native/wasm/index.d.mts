@@ -14,15 +14,16 @@ export interface Tensor {
   dtype: Dtype;
 }
 
-export type NestedNumbers = number | NestedNumbers[];
+export type NestedNumbers = number | bigint | boolean | NestedNumbers[];
 
 /** What a call accepts. The default shape has one dimension, and the default dtype is that of the array. Numbers are converted to the exported dtype
  * if they fit. */
-export type TensorLike = NestedNumbers | boolean | TypedArray | { data: TypedArray | Uint8ClampedArray; shape?: number[]; dtype?: Dtype };
+export type TensorLike = NestedNumbers | TypedArray | { data: TypedArray | Uint8ClampedArray; shape?: number[]; dtype?: Dtype };
 
 /** Tensors by the names of inputs(), or in their order. */
 export type Inputs = Record<string, TensorLike> | TensorLike[];
 
+/** By name; of two equal names, such as a parameter's and an input's, the second is "name (2)". */
 export type Named = Record<string, Tensor>;
 
 export interface Described {
@@ -66,7 +67,7 @@ export interface Callable {
   readonly states: string[];
   /** A copy of a parameter, buffer or optimizer state tensor. */
   state(name: string): Tensor;
-  /** Changes one. The tensor must have its shape and type of array. */
+  /** Changes one. The tensor must have its shape and dtype. */
   setState(name: string, tensor: TensorLike): void;
   /** Selects the variants of training mode, or of evaluation mode. */
   train(training?: boolean): this;

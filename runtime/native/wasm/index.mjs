@@ -32,15 +32,23 @@ function wrong(message) {
 }
 
 /** Opens the package that lies next to this file. */
-export async function load({ wasm, data, unchecked = false } = {}) {
+export async function load(options) {
+  const { wasm, data, unchecked = false } = options ?? {};
   const [wasmBinary, bytes] = await Promise.all([read("module.wasm", wasm), read("package.pt2", data)]);
-  return new Package(await makeModule({ wasmBinary }), bytes, unchecked);
+  let module;
+  try {
+    module = await makeModule({ wasmBinary });
+  } catch (error) {
+    throw new AotBackwardError("PackageError", `module.wasm: expected the module that module.mjs belongs to, got another file, or this browser is too old: ${error.message}`);
+  }
+  return new Package(module, bytes, unchecked);
 }
 
-async function read(name, given) {
+async function read(name, given = name) {
   if (given instanceof Uint8Array) return given;
   if (given instanceof ArrayBuffer) return new Uint8Array(given);
-  const url = new URL(given ?? name, import.meta.url);
+  if (typeof given !== "string" && !(given instanceof URL)) throw wrong(`${name}: expected a Uint8Array, an ArrayBuffer or a URL, got ${given?.constructor?.name ?? given}`);
+  const url = new URL(given, import.meta.url);
   if (url.protocol === "file:") return new Uint8Array(await (await import("node:fs/promises")).readFile(url));
   const response = await fetch(url);
   if (!response.ok) throw new AotBackwardError("PackageError", `${url}: expected a file, got HTTP status ${response.status}. Copy the whole folder to the server.`);
@@ -67,6 +75,7 @@ class Native {
   }
 
   text(words) {
+    if (typeof words !== "string" || words.includes("\0")) throw wrong(`expected a name, got ${JSON.stringify(words)}`);
     const bytes = new TextEncoder().encode(words);
     const at = this.take(bytes.length + 1);
     this.module.HEAPU8.set(bytes, at);
@@ -77,19 +86,32 @@ class Native {
     return at ? this.module.UTF8ToString(at) : null;
   }
 
-  /** Runs `work`, and frees what it took. */
-  during(work) {
+  /** Runs `work`, and frees what it took, or adds it to `kept`. */
+  during(work, kept) {
     const before = this.scratch.length;
     try {
       return work();
     } finally {
-      for (const at of this.scratch.splice(before)) this.module._free(at);
+      const taken = this.scratch.splice(before);
+      if (kept) kept.push(...taken);
+      else this.free(taken);
     }
   }
 
+  free(taken) {
+    for (const at of taken.splice(0)) if (!this.ended) this.module._free(at);
+  }
+
   call(name, ...args) {
-    const status = this.module[`_${name}`](...args);
-    if (status) throw new AotBackwardError(ERRORS[status] ?? "AotBackwardError", this.read(this.module._aotb_error()));
+    if (this.ended) throw new AotBackwardError("ExecutionError", this.ended);
+    let status;
+    try {
+      status = this.module[`_${name}`](...args);
+    } catch (error) {
+      this.ended = `the module has ended (${error.message}): call load() again`;
+      throw new AotBackwardError("ExecutionError", this.ended);
+    }
+    if (status) throw new AotBackwardError(ERRORS[status] ?? "AotBackwardError", this.read(this.module._aotb_error()).replace(/aotb_(?=\w)/g, ""));
   }
 }
 
@@ -120,6 +142,7 @@ class Package {
   }
 
   seed(value) {
+    if (typeof value !== "bigint" && !Number.isSafeInteger(value)) throw wrong(`seed: expected an integer, got ${value}`);
     this.#native.call("aotb_seed", this.#at, BigInt.asUintN(64, BigInt(value)));
   }
 
@@ -150,17 +173,23 @@ class Package {
 /** What all kinds of entries have: inputs, state, and a call without gradients. */
 class Callable {
   _native;
-  _at;
+  #at;
+  _inputs = []; // memory of the inputs of a forward, which its backward reads
 
   constructor(native, owner, name) {
     this._native = native;
     native.during(() => {
       const out = native.take(4);
       native.call("aotb_get", owner, native.text(name), out);
-      this._at = native.view.getUint32(out, true);
+      this.#at = native.view.getUint32(out, true);
     });
     native.call("aotb_convert", this._at, 1); // numbers of JavaScript are float64, and few programs have 64-bit integers
     this.name = name;
+  }
+
+  get _at() {
+    if (!this.#at) throw wrong(`${this.name}: it was freed`);
+    return this.#at;
   }
 
   /** Names, dtypes and sizes of the inputs of a variant; a dynamic size is an expression, such as "s0". */
@@ -180,11 +209,10 @@ class Callable {
   setState(name, tensor) {
     const native = this._native;
     native.during(() => {
-      const at = this._state(name), old = this._read(at), { data, shape } = plain(tensor, name);
-      if (`${shape}` !== `${old.shape}` || data.constructor !== old.data.constructor)
-        throw wrong(`${name}: expected a ${old.data.constructor.name} of shape [${old.shape}], got a ${data.constructor.name} of shape [${shape}]`);
-      const place = native.view.getUint32(at, true) + Number(native.view.getBigUint64(at + 32, true));
-      native.module.HEAPU8.set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), place);
+      const { memory, shape, dtype, places } = this._opened(this._state(name)), given = plain(tensor, name);
+      if (`${given.shape}` !== `${shape}` || given.dtype !== dtype)
+        throw wrong(`${name}: expected ${dtype} of shape [${shape}], got ${given.dtype} of shape [${given.shape}]`);
+      places.forEach((place, i) => (memory[place] = given.data[i]));
     });
   }
 
@@ -198,18 +226,19 @@ class Callable {
   }
 
   run(inputs) {
-    const { outputs } = this._run("aotb_run", inputs);
-    return { output: Object.values(outputs)[0], outputs };
+    const { first, outputs } = this._run("aotb_run", inputs);
+    return { output: first, outputs };
   }
 
   free() {
-    if (this._at) this._native.module._aotb_free(this._at);
-    this._at = 0;
+    if (!this.#at) return;
+    this._native.free(this._inputs);
+    if (!this._native.ended) this._native.module._aotb_free(this.#at);
+    this.#at = 0;
   }
 
   _described(variant, part) {
     const native = this._native, out = [];
-    if (!this._at) throw wrong(`${this.name}: it was freed`);
     for (let i = 0; i < native.module._aotb_count(this._at, variant, part); i++) {
       native.during(() => {
         const at = native.take(DESCRIPTION);
@@ -240,24 +269,33 @@ class Callable {
     let most = 0;
     for (let v = 0; v < variants; v++) most = Math.max(most, this._results(v).length);
     const given = ordered(inputs, this._described(0, INPUTS).map((d) => d.name), this.name);
-    return native.during(() => {
-      const array = this._write(given), results = native.take(TENSOR * most);
-      native.call(function_, this._at, array, given.length, results, most);
-      const found = { outputs: {}, gradients: {} };
-      this._results(native.module._aotb_served(this._at)).forEach(([part, name], i) => (found[part][name] = this._read(results + TENSOR * i)));
-      return found;
-    });
+    const forward = function_ === "aotb_forward";
+    if (forward) native.free(this._inputs);
+    return native.during(
+      () => {
+        const array = this._write(given), results = native.take(TENSOR * most);
+        native.call(function_, this._at, array, given.length, results, most);
+        const found = { first: null, outputs: {}, gradients: {} };
+        this._results(native.module._aotb_served(this._at)).forEach(([part, name], i) => {
+          const tensor = this._read(results + TENSOR * i);
+          if (i === 0) found.first = tensor;
+          found[part][unused(name, found[part])] = tensor;
+        });
+        return found;
+      },
+      forward ? this._inputs : undefined,
+    );
   }
 
   _results(variant) {
     return this._described(variant, OUTPUTS).map((d) => ["outputs", d.name]);
   }
 
-  /** Writes tensors into an array of DLTensor; null is no tensor. */
-  _write(tensors) {
+  /** Writes tensors into an array of DLTensor; null is no tensor, where there may be none. */
+  _write(tensors, optional = false) {
     const native = this._native, array = native.take(TENSOR * tensors.length);
     tensors.forEach(([name, value], i) => {
-      if (value === null) return;
+      if (value === null && optional) return;
       const { data, shape, dtype } = plain(value, name), [code, bits] = DTYPES[dtype], at = array + TENSOR * i;
       const place = native.take(data.byteLength), sizes = native.take(8 * shape.length);
       native.module.HEAPU8.set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), place);
@@ -274,30 +312,32 @@ class Callable {
     return array;
   }
 
-  /** Copies a row-major tensor out of the module's memory; null if it is no tensor. */
+  /** Copies a tensor out of the module's memory, in row-major order; null if it is no tensor. */
   _read(at) {
-    const view = this._native.view, rank = view.getInt32(at + 12, true);
-    if (rank < 0) return null;
-    const dtype = dtypeName(view.getUint8(at + 16), view.getUint8(at + 17)), array = DTYPES[dtype][2], shape = [], strides = [];
-    for (let d = 0; d < rank; d++) {
-      shape.push(Number(view.getBigInt64(view.getUint32(at + 20, true) + 8 * d, true)));
-      const stride = view.getUint32(at + 24, true);
-      strides.push(stride ? Number(view.getBigInt64(stride + 8 * d, true)) : 0);
-    }
-    const parts = dtype.startsWith("complex") ? 2 : 1, count = shape.reduce((a, b) => a * b, 1);
-    const from = view.getUint32(at, true) + Number(view.getBigUint64(at + 32, true));
-    const data = new array(count * parts);
-    if (!view.getUint32(at + 24, true) || isRowMajor(shape, strides)) {
-      new Uint8Array(data.buffer).set(this._native.module.HEAPU8.subarray(from, from + data.byteLength));
-      return { data, shape, dtype };
-    }
-    const source = new array(this._native.module.HEAPU8.buffer, from, parts * (1 + shape.reduce((a, n, d) => a + (n - 1) * strides[d], 0)));
-    for (let i = 0; i < count; i++) {
-      let rest = i, place = 0;
-      for (let d = rank - 1; d >= 0; d--) (place += (rest % shape[d]) * strides[d]), (rest = Math.floor(rest / shape[d]));
-      for (let p = 0; p < parts; p++) data[parts * i + p] = source[parts * place + p];
-    }
+    if (this._native.view.getInt32(at + 12, true) < 0) return null;
+    const { memory, shape, dtype, places } = this._opened(at), data = new memory.constructor(places.length);
+    places.forEach((place, i) => (data[i] = memory[place]));
     return { data, shape, dtype };
+  }
+
+  /** A tensor's memory as a typed array, and the places of its elements there, in row-major order. */
+  _opened(at) {
+    const view = this._native.view, rank = view.getInt32(at + 12, true), dtype = dtypeName(view.getUint8(at + 16), view.getUint8(at + 17));
+    const sizes = view.getUint32(at + 20, true), steps = view.getUint32(at + 24, true), parts = partsOf(dtype), shape = [], strides = [];
+    for (let d = 0; d < rank; d++) shape.push(Number(view.getBigInt64(sizes + 8 * d, true)));
+    for (let d = rank - 1, step = 1; d >= 0; step *= shape[d--]) strides[d] = steps ? Number(view.getBigInt64(steps + 8 * d, true)) : step;
+    const count = shape.reduce((a, b) => a * b, 1), span = count ? 1 + shape.reduce((a, n, d) => a + (n - 1) * strides[d], 0) : 0;
+    const from = view.getUint32(at, true) + Number(view.getBigUint64(at + 32, true)), places = new Uint32Array(count * parts), index = shape.map(() => 0);
+    for (let i = 0, place = 0; i < count; i++) {
+      for (let p = 0; p < parts; p++) places[parts * i + p] = parts * place + p;
+      for (let d = rank - 1; d >= 0; d--) {
+        place += strides[d];
+        if (++index[d] < shape[d]) break;
+        place -= strides[d] * shape[d];
+        index[d] = 0;
+      }
+    }
+    return { memory: new DTYPES[dtype][2](count ? this._native.module.HEAPU8.buffer : new ArrayBuffer(0), count ? from : 0, span * parts), shape, dtype, places };
   }
 }
 
@@ -309,8 +349,8 @@ class Grad extends Callable {
   }
 
   run(inputs) {
-    const { outputs, gradients } = this._run("aotb_run", inputs);
-    return { value: Number(Object.values(outputs)[0].data[0]), outputs, gradients };
+    const { first, outputs, gradients } = this._run("aotb_run", inputs);
+    return { value: number(first), outputs, gradients };
   }
 
   _results(variant) {
@@ -320,8 +360,8 @@ class Grad extends Callable {
 
 class Module extends Callable {
   forward(inputs) {
-    const { outputs } = this._run("aotb_forward", inputs);
-    return { output: Object.values(outputs)[0], outputs };
+    const { first, outputs } = this._run("aotb_forward", inputs);
+    return { output: first, outputs };
   }
 
   /** The gradients of parameters and inputs, by name, after forward(); `incoming`: the gradients of the outputs, by their names or in their order. */
@@ -330,9 +370,10 @@ class Module extends Callable {
     const given = ordered(incoming, this._described(variant, INCOMING).map((d) => d.name), this.name);
     const names = this._described(variant, GRADIENTS).map((d) => d.name);
     return native.during(() => {
-      const array = this._write(given), results = native.take(TENSOR * names.length);
+      const array = this._write(given, true), results = native.take(TENSOR * names.length), gradients = {};
       native.call("aotb_backward", this._at, array, given.length, results, names.length);
-      return { gradients: Object.fromEntries(names.map((name, i) => [name, this._read(results + TENSOR * i)])) };
+      names.forEach((name, i) => (gradients[unused(name, gradients)] = this._read(results + TENSOR * i)));
+      return { gradients };
     });
   }
 }
@@ -340,13 +381,13 @@ class Module extends Callable {
 class Step extends Callable {
   /** Runs forward, backward and the optimizer's update. */
   run(inputs) {
-    const { outputs } = this._run("aotb_run", inputs);
-    return { loss: Number(Object.values(outputs)[0].data[0]), outputs };
+    const { first, outputs } = this._run("aotb_run", inputs);
+    return { loss: number(first), outputs };
   }
 
   accumulate(inputs) {
-    const { outputs } = this._run("aotb_accumulate", inputs);
-    return { loss: Number(Object.values(outputs)[0].data[0]), outputs };
+    const { first, outputs } = this._run("aotb_accumulate", inputs);
+    return { loss: number(first), outputs };
   }
 
   update() {
@@ -363,6 +404,8 @@ class Step extends Callable {
   }
 
   setNumber(name, value, { group = 0, position = -1 } = {}) {
+    if (typeof value !== "number" || !Number.isSafeInteger(group) || !Number.isSafeInteger(position))
+      throw wrong(`setNumber: expected a number, and integers for group and position, got ${value}, ${group} and ${position}`);
     this._native.during(() => this._native.call("aotb_number", this._at, BigInt(group), this._native.text(name), BigInt(position), value));
   }
 
@@ -387,6 +430,7 @@ class Step extends Callable {
 
   /** Restores a state of save(), and returns its `extra`. */
   resume(bytes) {
+    if (!(bytes instanceof Uint8Array)) throw wrong(`resume: expected a Uint8Array, got ${bytes?.constructor?.name ?? bytes}`);
     const native = this._native, FS = native.module.FS;
     FS.writeFile("/state", bytes);
     try {
@@ -410,13 +454,23 @@ function dtypeName(code, bits) {
   return Object.keys(DTYPES).find((name) => DTYPES[name][0] === code && DTYPES[name][1] === bits);
 }
 
-function isRowMajor(shape, strides) {
-  let expected = 1;
-  for (let d = shape.length - 1; d >= 0; d--) {
-    if (shape[d] !== 1 && strides[d] !== expected) return false;
-    expected *= shape[d];
-  }
-  return true;
+function partsOf(dtype) {
+  return dtype.startsWith("complex") ? 2 : 1;
+}
+
+/** The number in a tensor of one element. */
+function number({ data, dtype }) {
+  const bits = Number(data[0]);
+  if (dtype === "bfloat16") return new Float32Array(Uint32Array.of(bits << 16).buffer)[0];
+  if (dtype !== "float16") return bits;
+  const exponent = (bits >> 10) & 31, fraction = bits & 1023, sign = bits & 0x8000 ? -1 : 1;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
+}
+
+/** `name`, or if it is taken (by a parameter called like an input), "name (2)". */
+function unused(name, taken) {
+  return Object.hasOwn(taken, name) ? unused(`${name} (2)`, taken) : name;
 }
 
 /** Pairs of names and values, in the order of `names`. */
@@ -439,19 +493,22 @@ function plain(value, name) {
   if (Array.isArray(value)) {
     const shape = [];
     for (let level = value; Array.isArray(level); level = level[0]) shape.push(level.length);
-    const flat = value.flat(Infinity), whole = flat.every((n) => Number.isSafeInteger(n));
-    if (!flat.every((n) => typeof n === "number") || flat.length !== shape.reduce((a, b) => a * b, 1) || !fits(value, shape)) throw fault("arrays of other or different lengths");
-    return whole ? { data: BigInt64Array.from(flat, BigInt), shape, dtype: "int64" } : { data: Float64Array.from(flat), shape, dtype: "float64" };
+    const flat = value.flat(Infinity), are = (type) => flat.every((n) => typeof n === type);
+    if (flat.length !== shape.reduce((a, b) => a * b, 1) || !fits(value, shape)) throw fault("arrays of different lengths");
+    if (flat.length && are("boolean")) return { data: Uint8Array.from(flat, Number), shape, dtype: "bool" };
+    if (are("bigint") || flat.every((n) => Number.isSafeInteger(n) && !Object.is(n, -0))) return { data: BigInt64Array.from(flat, BigInt), shape, dtype: "int64" };
+    if (!are("number")) throw fault("an array with other elements");
+    return { data: Float64Array.from(flat), shape, dtype: "float64" };
   }
   const data = ArrayBuffer.isView(value) ? value : value?.data;
   if (!ArrayBuffer.isView(data) || data instanceof DataView) throw fault(value === null ? "null" : typeof value);
   const own = data instanceof Uint8ClampedArray ? new Uint8Array(data.buffer, data.byteOffset, data.length) : data;
   const dtype = value.dtype ?? Object.keys(DTYPES).find((key) => DTYPES[key][2] === own.constructor && !/^(float16|bfloat16|complex.*|bool)$/.test(key));
   if (!DTYPES[dtype] || DTYPES[dtype][2] !== own.constructor) throw wrong(`${name}: expected a dtype that a ${own.constructor.name} has, got ${dtype}`);
-  const shape = value.shape ?? [own.length], parts = dtype.startsWith("complex") ? 2 : 1;
+  const shape = value.shape ?? [own.length / partsOf(dtype)], parts = partsOf(dtype);
   if (!Array.isArray(shape) || !shape.every((n) => Number.isSafeInteger(n) && n >= 0) || shape.reduce((a, b) => a * b, parts) !== own.length)
     throw wrong(`${name}: expected a shape of ${own.length / parts} elements, got [${shape}]`);
-  return { data: own, shape, dtype };
+  return { data: dtype === "bool" ? own.map((n) => (n ? 1 : 0)) : own, shape, dtype };
 }
 
 function fits(value, [count, ...rest]) {

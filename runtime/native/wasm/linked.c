@@ -94,7 +94,7 @@ void *dlopen(const char *path, int mode) {
   if (!strcmp(file, "libaotb_core.so")) return (void *)core;
   if (!strcmp(file, "libstdc++.so.6")) return (void *)standard;
   for (const linked_graph *graph = linked_graphs; graph->file; graph++)
-    if (!strcmp(file, graph->file)) return (void *)graph;
+    if (!strcmp(file, graph->file) || !strcmp(file, graph->prefix)) return (void *)graph;
   return NULL;
 }
 
@@ -110,7 +110,7 @@ void *dlsym(void *library, const char *name) {
 }
 
 int dlclose(void *library) { return (void)library, 0; }
-const char *dlerror(void) { return "a WebAssembly module has only the code that was linked into it"; }
+const char *dlerror(void) { return "its code is not in this module.wasm. Take module.wasm and package.pt2 from one export"; }
 int dladdr(const void *address, Dl_info *found) { return (void)address, (void)found, 0; }
 
 /* emscripten's C library lacks it. */

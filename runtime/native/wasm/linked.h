@@ -7,7 +7,7 @@
 
 enum { GRAPH_FUNCTIONS = 11 };
 typedef struct {
-  const char *file;                       /* the name of the library's file in the package */
+  const char *file, *prefix;              /* the name of the library's file in a package that has code, and the start of the graph's names */
   const void *functions[GRAPH_FUNCTIONS]; /* in the order of `names` in linked.c */
 } linked_graph;
 
@@ -28,7 +28,7 @@ extern const linked_graph linked_graphs[]; /* ends with a graph without a file *
 
 #define GRAPH(file, prefix)                                                                                                                          \
   {                                                                                                                                                  \
-    file, {                                                                                                                                          \
+    file, #prefix, {                                                                                                                                 \
       (const void *)prefix##AOTInductorModelContainerCreateWithDevice, (const void *)prefix##AOTInductorModelContainerRun,                           \
           (const void *)prefix##AOTInductorModelContainerDelete, (const void *)prefix##AOTInductorGetLastError,                                      \
           (const void *)prefix##AOTInductorModelContainerGetNumInputs, (const void *)prefix##AOTInductorModelContainerGetNumOutputs,                 \
