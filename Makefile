@@ -14,7 +14,7 @@ JOBS ?= $(shell nproc)
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
-.PHONY: demo check test test-all native bench coverage models fuzz fuzz-native sanitize-native endurance hosts force-fields rebuild-matrix cross gpu docs lint venv clean _cross
+.PHONY: demo check test test-all native wheels arm browser bench coverage models fuzz fuzz-native sanitize-native endurance hosts force-fields rebuild-matrix cross gpu docs lint venv clean _cross
 
 demo: $(STAMP)
 	@$(BIN)/aot-backward doctor
@@ -47,9 +47,18 @@ test-all: $(STAMP)
 	@$(PYTEST) -m "" $(TESTS)
 
 # The C library, by gcc alone, and its tests.
+# TARGET=aarch64-macos: only the standalone backend, compiled and linked by zig, and not run (docs/how-to/other-systems.md).
 native: $(STAMP)
+ifdef TARGET
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
+	@mkdir -p build/native-$(TARGET)
+	@$(BIN)/python -m ziglang cc -target $(TARGET) -shared -O3 -std=c11 -D_GNU_SOURCE -fexceptions -ffp-contract=fast -w \
+	  -Iexporters/aot_backward_exporters/toolchain/wasm_include -o build/native-$(TARGET)/libaotb_core.dylib runtime/native/core/*.c
+	@ls -l build/native-$(TARGET)
+else
 	@$(MAKE) --no-print-directory -C runtime/native BUILD=$(CURDIR)/build/native
 	@$(BIN)/python -m pytest tests/native -n 2 -m ""
+endif
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.tools.benchmarks $(if $(QUICK),--quick)
