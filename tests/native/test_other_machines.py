@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 import aot_backward as ab
-from aot_backward.checks import emulated
+from aot_backward.checks import emulated, standalone
 from aot_backward_exporters.toolchain import native_libraries
 from aot_backward_runtime import compatibility, load
+from aot_backward_runtime.native.weights import load_examples
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import standalone_by_target
 
-from ..support import exports
+from ..support import exports, golden_packages
 
 CROSS = "aarch64-linux-gnu-g++"
 BOTH = "cpu:avx2,cpu:neon"
@@ -197,6 +198,18 @@ def test_twenty_updates_are_those_of_the_other_machine(package: Path, tmp_path: 
         native(images, labels)
     for name in names:
         torch.testing.assert_close(read(results["after"][name]), torch.as_tensor(native.parameters[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_golden_package_runs_there(tmp_path: Path) -> None:
+    """Built by an older version of this project."""
+    path = Path(__file__).parents[1] / "golden" / "1.17-machines.pt2"
+    archive = open_package(path)
+    stored = {key.removeprefix("bend/0/"): tensor for key, tensor in load_examples(archive).items()}
+    found = standalone.results_of(path, tmp_path / "results", "bend", archive.manifest.entries["bend"], 0, stored, "aarch64")
+    x = stored["input/0"].clone().requires_grad_()
+    value = golden_packages.bend(x)
+    value.backward()
+    torch.testing.assert_close((found["output[0]"], found["gradient of x"]), (value.detach(), x.grad))
 
 
 def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
