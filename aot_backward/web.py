@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aot_backward_exporters.graph import Artifact
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_exporters.toolchain import native_libraries, wasm
+from aot_backward_exporters.toolchain import gcc, native_libraries, wasm
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import LibrarySpec
 from aot_backward_runtime.native.weights import load_weights
@@ -23,7 +23,7 @@ from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
 from . import api
-from .checks import standalone
+from .checks import emulated, standalone
 from .entries import Entries
 from .packaging.package_writer import write_package
 from .packaging.rebuild import rebuild
@@ -82,9 +82,9 @@ def _check(folder: Path) -> None:
             raise ExportError(f"{folder / name}: expected a file or nothing, got a folder. Name another folder.")
     if not standalone.is_installed():
         raise ExportError("the C library is part of aot-backward-native, which is not installed: pip install aot-backward-native")
-    for program, package in (("em++", "emscripten"), ("node", "nodejs")):
-        if shutil.which(program) is None:
-            raise ExportError(f"WebAssembly needs {program}, and it was not found: apt-get install {package}")
+    gcc.compiler(wasm.MACHINE)
+    if not emulated.emulator(wasm.MACHINE):
+        raise ExportError("WebAssembly needs Node.js, and it was not found: apt-get install nodejs")
 
 
 def _write(archive: Archive, folder: Path) -> list[Path]:

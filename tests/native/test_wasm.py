@@ -432,7 +432,7 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
         done = aot_backward(*command)
         assert done.returncode and message in done.stderr
     done = aot_backward("convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent))
-    assert done.returncode and "WebAssembly needs em++, and it was not found: apt-get install emscripten" in done.stderr
+    assert done.returncode and "code for wasm32 needs the compiler em++, and none was found: apt-get install emscripten" in done.stderr
     assert sorted(tmp_path.iterdir()) == [file, held] and [p.name for p in held.iterdir()] == ["module.wasm"]
 
 

@@ -209,10 +209,11 @@ class Callable {
   setState(name, tensor) {
     const native = this._native;
     native.during(() => {
-      const { memory, shape, dtype, places } = this._opened(this._state(name)), given = plain(tensor, name);
+      const given = plain(tensor, name), { memory, shape, strides, dtype } = this._opened(this._state(name));
       if (`${given.shape}` !== `${shape}` || given.dtype !== dtype)
         throw wrong(`${name}: expected ${dtype} of shape [${shape}], got ${given.dtype} of shape [${given.shape}]`);
-      places.forEach((place, i) => (memory[place] = given.data[i]));
+      if (isRowMajor(shape, strides)) memory.set(given.data);
+      else placesOf(shape, strides, dtype).forEach((place, i) => (memory[place] = given.data[i]));
     });
   }
 
@@ -315,29 +316,23 @@ class Callable {
   /** Copies a tensor out of the module's memory, in row-major order; null if it is no tensor. */
   _read(at) {
     if (this._native.view.getInt32(at + 12, true) < 0) return null;
-    const { memory, shape, dtype, places } = this._opened(at), data = new memory.constructor(places.length);
+    const { memory, shape, strides, dtype } = this._opened(at);
+    if (isRowMajor(shape, strides)) return { data: memory.slice(), shape, dtype };
+    const places = placesOf(shape, strides, dtype), data = new memory.constructor(places.length);
     places.forEach((place, i) => (data[i] = memory[place]));
     return { data, shape, dtype };
   }
 
-  /** A tensor's memory as a typed array, and the places of its elements there, in row-major order. */
+  /** A tensor's memory as a typed array, which is valid until the next call of a C function. */
   _opened(at) {
     const view = this._native.view, rank = view.getInt32(at + 12, true), dtype = dtypeName(view.getUint8(at + 16), view.getUint8(at + 17));
-    const sizes = view.getUint32(at + 20, true), steps = view.getUint32(at + 24, true), parts = partsOf(dtype), shape = [], strides = [];
+    const sizes = view.getUint32(at + 20, true), steps = view.getUint32(at + 24, true), shape = [], strides = [];
     for (let d = 0; d < rank; d++) shape.push(Number(view.getBigInt64(sizes + 8 * d, true)));
     for (let d = rank - 1, step = 1; d >= 0; step *= shape[d--]) strides[d] = steps ? Number(view.getBigInt64(steps + 8 * d, true)) : step;
-    const count = shape.reduce((a, b) => a * b, 1), span = count ? 1 + shape.reduce((a, n, d) => a + (n - 1) * strides[d], 0) : 0;
-    const from = view.getUint32(at, true) + Number(view.getBigUint64(at + 32, true)), places = new Uint32Array(count * parts), index = shape.map(() => 0);
-    for (let i = 0, place = 0; i < count; i++) {
-      for (let p = 0; p < parts; p++) places[parts * i + p] = parts * place + p;
-      for (let d = rank - 1; d >= 0; d--) {
-        place += strides[d];
-        if (++index[d] < shape[d]) break;
-        place -= strides[d] * shape[d];
-        index[d] = 0;
-      }
-    }
-    return { memory: new DTYPES[dtype][2](count ? this._native.module.HEAPU8.buffer : new ArrayBuffer(0), count ? from : 0, span * parts), shape, dtype, places };
+    const from = view.getUint32(at, true) + Number(view.getBigUint64(at + 32, true)), array = DTYPES[dtype][2];
+    if (shape.includes(0)) return { memory: new array(0), shape, strides, dtype };
+    const span = 1 + shape.reduce((a, n, d) => a + (n - 1) * strides[d], 0);
+    return { memory: new array(this._native.module.HEAPU8.buffer, from, span * partsOf(dtype)), shape, strides, dtype };
   }
 }
 
@@ -452,6 +447,26 @@ function size(text) {
 
 function dtypeName(code, bits) {
   return Object.keys(DTYPES).find((name) => DTYPES[name][0] === code && DTYPES[name][1] === bits);
+}
+
+function isRowMajor(shape, strides) {
+  for (let d = shape.length - 1, step = 1; d >= 0; step *= shape[d--]) if (shape[d] > 1 && strides[d] !== step) return false;
+  return true;
+}
+
+/** The places of a tensor's elements in its memory, in row-major order. */
+function placesOf(shape, strides, dtype) {
+  const parts = partsOf(dtype), count = shape.reduce((a, b) => a * b, 1), places = new Uint32Array(count * parts), index = shape.map(() => 0);
+  for (let i = 0, place = 0; i < count; i++) {
+    for (let p = 0; p < parts; p++) places[parts * i + p] = parts * place + p;
+    for (let d = shape.length - 1; d >= 0; d--) {
+      place += strides[d];
+      if (++index[d] < shape[d]) break;
+      place -= strides[d] * shape[d];
+      index[d] = 0;
+    }
+  }
+  return places;
 }
 
 function partsOf(dtype) {
