@@ -108,7 +108,7 @@ wheels: $(STAMP)
 	@ls $(DIST)
 
 # Code for aarch64 in an emulator: each entry on both machines, training by the wheel in Debian's Python, refusals. Debian's g++-aarch64-linux-gnu and
-# qemu-user. Five minutes.
+# qemu-user; as root it adds the architecture arm64 to dpkg, to fetch Python. Five minutes.
 arm: $(STAMP)
 	@$(BIN)/python -m tests.tools.arm --docs docs/benchmarks/$$(date +%F)-arm
 

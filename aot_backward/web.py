@@ -31,13 +31,19 @@ from .packaging.rebuild import rebuild
 TARGET = "cpu:wasm"
 FILES = ("index.mjs", "index.d.mts", "module.mjs", "module.wasm", "package.pt2")
 _FUNCTIONS = (
-    *("error", "open", "close", "digest", "entries", "entry", "entry_kind", "metadata", "seed", "get", "free", "train", "variants", "count"),
+    *("error", "open", "digest", "entries", "entry", "entry_kind", "metadata", "seed", "get", "free", "train", "variants", "count"),
     *("describe", "convert", "scale", "run", "served", "forward", "backward", "state", "accumulate", "update", "zero_grad", "number"),
     *("progress_of", "save", "resume"),
 )
 """Functions of ``aot_backward.h`` that ``index.mjs`` calls, without their prefix."""
 _LINK = (
-    *("-sMODULARIZE=1", "-sEXPORT_ES6=1", "-sENVIRONMENT=web,worker", "-sFORCE_FILESYSTEM=1", "-sWASM_BIGINT=1"),  # Node.js needs no more: index.mjs
+    *(
+        "-sMODULARIZE=1",
+        "-sEXPORT_ES6=1",
+        "-sENVIRONMENT=web,worker",
+        "-sFORCE_FILESYSTEM=1",
+        "-sWASM_BIGINT=1",
+    ),  # index.mjs reads the files in Node.js
     f"-sEXPORTED_FUNCTIONS=_malloc,_free,{','.join(f'_aotb_{name}' for name in _FUNCTIONS)}",
     "-sEXPORTED_RUNTIME_METHODS=FS,HEAPU8,UTF8ToString",
 )
@@ -73,10 +79,10 @@ def _check(folder: Path) -> None:
         raise ExportError(f"{folder}: expected a folder for {', '.join(FILES)}, got a file. Name a new folder.")
     parent = folder.absolute().parent
     if not parent.is_dir():
-        raise ExportError(f"the folder {parent} does not exist; make it first")
+        raise ExportError(f"{parent}: expected a folder, got nothing of that name. Make it first.")
     for place in (folder, parent) if folder.exists() else (parent,):
         if not os.access(place, os.W_OK):
-            raise ExportError(f"the folder {place} cannot be written to")
+            raise ExportError(f"{place}: expected a folder that you can write to. Name another one.")
     for name in FILES:
         if (folder / name).is_dir():
             raise ExportError(f"{folder / name}: expected a file or nothing, got a folder. Name another folder.")
@@ -91,9 +97,11 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
     archive.verify_digests()
     number = next(n for n, target in enumerate(targets_of(archive.manifest)) if target.machine == wasm.MACHINE)
     manifest = seen_as(archive.manifest, number)
+    if not manifest.has_weights:
+        raise ExportError(f"{archive.path}: expected a package with weights, got one without. Export it with weights.")
     for name, entry in manifest.entries.items():
         if entry.standalone != standalone.VERIFIED:
-            raise ExportError(f"entry {name!r} {entry.standalone or 'stores no example'}: it does not run as WebAssembly; nothing was written")
+            raise ExportError(f"entry {name!r} {entry.standalone or 'stores no example'}. It does not run as WebAssembly, and nothing was written.")
     source = Path(importlib.import_module("aot_backward_native").source_dir())
     try:
         temporary_folder = tempfile.TemporaryDirectory(prefix=".aot-backward-", dir=folder.absolute().parent)
@@ -101,11 +109,11 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
         raise ExportError(f"cannot write below {folder.absolute().parent}: {error.strerror or error}") from error
     with temporary_folder as temporary:
         work = Path(temporary)
-        objects, artifacts = {}, {}
+        objects, artifacts = [], {}
         for name, spec in manifest.libraries.items():
-            objects[f"{name}.so"] = work / f"{name}.o"
-            objects[f"{name}.so"].write_bytes(archive.read_member(spec.member))
-            artifacts[name] = _without_code(archive, name, spec, objects[f"{name}.so"], work)
+            objects.append(work / f"{name}.o")
+            objects[-1].write_bytes(archive.read_member(spec.member))
+            artifacts[name] = _without_code(archive, name, spec, objects[-1], work)
         native_libraries.linked(source, None, objects, _LINK, work, "module.mjs")
         write_package(work / "package.pt2", dataclasses.replace(manifest, members={}), artifacts, load_weights(archive), {})
         for name in ("index.mjs", "index.d.mts"):

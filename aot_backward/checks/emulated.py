@@ -100,10 +100,10 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
 def _runner(source: Path, package: Path) -> Path:
     """Return the program that runs entries of ``package``, which has code for WebAssembly alone."""
     archive = open_package(package)
-    objects = {}
+    objects = []
     for library in archive.manifest.libraries.values():
-        objects[Path(library.member).name] = path = package.with_name(Path(library.member).name)
-        path.write_bytes(archive.read_member(library.member))
+        objects.append(package.with_name(Path(library.member).name))
+        objects[-1].write_bytes(archive.read_member(library.member))
     return native_libraries.runner(source, objects, package.parent)
 
 

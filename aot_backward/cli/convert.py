@@ -17,7 +17,6 @@ from .support.progress import shown
 if TYPE_CHECKING:
     from ..onnx.conversion import OnnxFile
 
-FORMATS = "pt2: a package. onnx: graphs for onnxruntime. wasm: a folder for browsers and Node.js."
 external_data_option = click.option(
     "--external-data/--no-external-data",
     default=None,
@@ -35,7 +34,14 @@ external_data_option = click.option(
     metavar="OUT",
     help="The file to write; further files are named after it. With --format wasm, the folder.",
 )
-@click.option("--format", "form", type=click.Choice(["onnx", "wasm"]), default="onnx", show_default=True, help="As for export.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["onnx", "wasm"]),
+    default="onnx",
+    show_default=True,
+    help="Graphs for onnxruntime, or a folder for browsers and Node.js.",
+)
 @click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
 @click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
 @external_data_option

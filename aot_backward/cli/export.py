@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .convert import FORMATS, external_data_option, refuse_idle, say, say_paths
+from .convert import external_data_option, refuse_idle, say, say_paths
 from .support.failures import EXIT_CODES, debug_option
 from .support.options import tune_option
 from .support.progress import shown
 
 if TYPE_CHECKING:
     from ..api import Entries
+
+_FORMATS = "pt2: a package. onnx: graphs for onnxruntime. wasm: a folder for browsers and Node.js."
 
 
 class Program(click.ParamType):
@@ -69,7 +71,7 @@ class Program(click.ParamType):
     show_default=True,
     help="standalone: fail if an entry needs PyTorch, and name the operators that need it.",
 )
-@click.option("--format", "form", type=click.Choice(["pt2", "onnx", "wasm"]), default="pt2", show_default=True, help=FORMATS)
+@click.option("--format", "form", type=click.Choice(["pt2", "onnx", "wasm"]), default="pt2", show_default=True, help=_FORMATS)
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="With --format onnx: report the written files as one JSON object on standard output.")
 @debug_option

@@ -1,5 +1,5 @@
 import { load } from "./digits/index.mjs";
-import { batchOf, imagesOf, predicted } from "./training.mjs";
+import { batchOf, copyWeights, imagesOf, predicted } from "./training.mjs";
 
 const BATCH = 32, TRAINING = 1344; // images; the rest are for the accuracy
 const by = (id) => document.getElementById(id);
@@ -18,14 +18,15 @@ function reset() {
 
 function accuracy() {
   let right = 0;
-  for (let i = TRAINING; i < digits.count; i++) right += predicted(step, predict, digits.images.subarray(64 * i, 64 * (i + 1))) === digits.labels[i];
+  copyWeights(step, predict);
+  for (let i = TRAINING; i < digits.count; i++) right += predicted(predict, digits.images.subarray(64 * i, 64 * (i + 1))) === digits.labels[i];
   return right / (digits.count - TRAINING);
 }
 
 /** Trains on `count` batches, and lets the page draw after every eighth. */
 async function train(count) {
-  const began = performance.now();
   let computing = 0;
+  by("train").disabled = by("reset").disabled = true;
   for (let n = 0; n < count; n++) {
     const from = performance.now();
     losses.push(step.run(batchOf(digits, (n * BATCH) % TRAINING, BATCH)).loss);
@@ -36,8 +37,9 @@ async function train(count) {
     }
   }
   const milliseconds = computing / count;
+  by("train").disabled = by("reset").disabled = false;
   by("status").textContent = `${losses.length} steps, ${milliseconds.toFixed(1)} ms each; accuracy ${(100 * accuracy()).toFixed(1)} %`;
-  return { losses, milliseconds, seconds: (performance.now() - began) / 1000 };
+  return { losses, milliseconds };
 }
 
 function draw() {
@@ -48,6 +50,11 @@ function draw() {
   pen.strokeStyle = "#c33";
   pen.stroke();
   pen.fillText(losses.length ? `loss ${losses.at(-1).toFixed(3)}` : "", 12, 14);
+}
+
+function guess() {
+  copyWeights(step, predict);
+  by("guess").textContent = predicted(predict, drawn());
 }
 
 /** The drawing as 8x8 pixels, each the mean of its square. */
@@ -62,7 +69,7 @@ const pen = by("drawing").getContext("2d", { willReadFrequently: true });
 Object.assign(pen, { lineWidth: 26, lineCap: "round", lineJoin: "round" });
 by("drawing").addEventListener("pointerdown", (e) => (pen.beginPath(), pen.moveTo(e.offsetX, e.offsetY)));
 by("drawing").addEventListener("pointermove", (e) => e.buttons && (pen.lineTo(e.offsetX, e.offsetY), pen.stroke()));
-by("drawing").addEventListener("pointerup", () => (by("guess").textContent = predicted(step, predict, drawn())));
+by("drawing").addEventListener("pointerup", guess);
 by("clear").onclick = () => (pen.clearRect(0, 0, 240, 240), (by("guess").textContent = "?"));
 for (let digit = 0; digit < 10; digit++) {
   const button = by("labels").appendChild(document.createElement("button"));
@@ -72,7 +79,7 @@ for (let digit = 0; digit < 10; digit++) {
     images.set(pixels), images.set(pixels, 64); // the exported step takes two images at least
     for (let n = 0; n < 5; n++) losses.push(step.run({ input: { data: images, shape: [2, 1, 8, 8] }, target: [digit, digit] }).loss);
     draw();
-    by("guess").textContent = predicted(step, predict, pixels);
+    guess();
   };
 }
 by("train").onclick = () => train(TRAINING / BATCH);

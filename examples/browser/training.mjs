@@ -21,9 +21,13 @@ export function batchOf({ images, labels }, first, count) {
   };
 }
 
-/** The most likely digit of one image of 64 pixels, by the weights that `step` has trained. */
-export function predicted(step, predict, pixels) {
+/** Copies the weights that `step` has trained to `predict`. */
+export function copyWeights(step, predict) {
   for (const name of predict.states) predict.setState(name, step.state(name));
+}
+
+/** The most likely digit of one image of 64 pixels. */
+export function predicted(predict, pixels) {
   const { data } = predict.run([{ data: pixels, shape: [1, 1, 8, 8] }]).output;
   return data.indexOf(Math.max(...data));
 }

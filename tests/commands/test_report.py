@@ -36,7 +36,7 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 from aot_backward_runtime.package.archive import open_package
 
 from ..conftest import PROGRAM
-from ..support.golden_packages import write_passes
+from ..support.golden_packages import backward_passes
 from ..support.packages import MANIFEST, put_together, taken_apart
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.pt2"))
@@ -576,7 +576,8 @@ def conv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("recorded") / "recorded.pt2"
-    write_passes(path)
+    with ab.record(path, tune="none"):
+        backward_passes([6, 9] * 45)
     return path
 
 
@@ -689,7 +690,7 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
         "Reads (1)",
         "Read by",
         "pooled = torch.sigmoid(h)",
-        "tests/commands/test_report.py:",
+        "commands/test_report.py:",
     ):
         assert words in detail
     assert browser.texts("#list0 .row.near .operator") and browser.texts("#places button.at .text") == ["pooled = torch.sigmoid(h).mean((2, 3))"]

@@ -514,11 +514,11 @@ def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("cpu:sve", "unknown target 'cpu:sve'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cuda"),
+        ("cpu:sve", "unknown target 'cpu:sve'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cpu:wasm, cuda"),
         ("cpu,cpu:avx2", "target cpu:avx2 is given twice (cpu is cpu:avx2)"),
         ("cpu:avx2,", "unknown target ''; known: "),
         ("cpu,cuda", "targets 'cpu,cuda': expected one device type, got several"),
-        ("cuda:sm_42", "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cuda, cuda:sm_80"),
+        ("cuda:sm_42", "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cpu:wasm, cuda, cuda:sm_80"),
     ],
 )
 def test_unknown_targets(several: Path, tmp_path: Path, target: str, message: str) -> None:

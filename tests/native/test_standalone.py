@@ -238,7 +238,7 @@ def test_without_the_c_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch, 
 def test_wrong_results_are_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The check notices a backend that computes something else."""
     results = standalone.results_of
-    monkeypatch.setattr(standalone, "_results", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()})
+    monkeypatch.setattr(standalone, "results_of", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()})
     net = nn.Linear(3, 2)
     step = ab.Step(
         net, [ab.Variant((torch.randn(5, 3), torch.randint(2, (5,))))], torch.optim.SGD(net.parameters(), 0.1), loss_fn=nn.functional.cross_entropy

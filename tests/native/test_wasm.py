@@ -96,15 +96,16 @@ def test_the_example_trains_in_node_as_in_eager(example: Path) -> None:
         example / "digits",
         f"""
         import {{ readFileSync }} from "node:fs";
-        const {{ batchOf, imagesOf, predicted }} = await import({json.dumps((example / "training.mjs").as_uri())});
+        const {{ batchOf, copyWeights, imagesOf, predicted }} = await import({json.dumps((example / "training.mjs").as_uri())});
         const digits = imagesOf(readFileSync({json.dumps(str(example / "digits.bin"))}));
         const step = network.step("train"), predict = network.function("predict").eval();
         network.seed(0);
         result.losses = [];
         for (let n = 0; n < {STEPS}; n++) result.losses.push(step.run(batchOf(digits, n * {BATCH} % 1344, {BATCH})).loss);
         result.right = 0;
+        copyWeights(step, predict);
         for (let i = 1344; i < digits.count; i++) {{
-          result.right += predicted(step, predict, digits.images.subarray(64 * i, 64 * (i + 1))) === digits.labels[i];
+          result.right += predicted(predict, digits.images.subarray(64 * i, 64 * (i + 1))) === digits.labels[i];
         }}
         """,
     )
@@ -240,6 +241,26 @@ def test_a_module_with_another_batch(folder: Path) -> None:
     assert torch.equal(tensor(result["weight"], x), net[0].weight.detach())
 
 
+def test_a_backward_after_other_calls(folder: Path) -> None:
+    """A call that was refused leaves the last forward as it was. A call that replaced its inputs makes the backward an error."""
+    result = node(
+        folder,
+        """
+        const net = network.module(), one = { data: new Float32Array([1, 2, 3, 4, 5, 6]), shape: [2, 3] }, gradient = [[[1, 2], [3, 4]]];
+        network.seed(0), net.forward([one]);
+        result.expected = net.backward(gradient).gradients["0.weight"].data;
+        network.seed(0), net.forward([one]);
+        try { net.forward(["text"]) } catch (e) { result.refused = e.message }
+        new Array(50).fill(0).forEach(() => net.state("0.weight"));
+        result.after = net.backward(gradient).gradients["0.weight"].data;
+        net.forward([one]), net.run([{ data: new Float32Array(9), shape: [3, 3] }]);
+        try { net.backward(gradient) } catch (e) { result.error = e.message }
+        """,
+    )
+    assert result["refused"].startswith("input: expected a number") and result["after"] == result["expected"]
+    assert result["error"] == "entry net: expected a forward call before the backward: call forward first"
+
+
 STEP = """
 const x = Array.from({ length: 6 }, (_, i) => [i / 6, 0.5, -i]), y = Array.from({ length: 6 }, (_, i) => [i, 1]);
 const step = network.step(), rows = (count, width) => new Array(count).fill(new Array(width).fill(1));
@@ -320,12 +341,15 @@ WRONG = {
     'network.grad("look_up").run([[1, 2, 10, 4, 5]])': "ExecutionError: entry look_up: data/aotinductor/look_up.0.gradient/",
     "network.step().run([null, 1])": f"InputError: input: {ACCEPTED}, got null",
     "network.step().run([[[1, true]], 1])": f"InputError: input: {ACCEPTED}, got an array with other elements",
+    "network.grad('energy').run([rows(5, 3), [2n ** 63n, 1n, 2n, 3n, 4n]])": "InputError: entry energy: species: ",
+    "network.grad('energy').run([rows(5, 3), [2n ** 64n, 1n, 2n, 3n, 4n]])": "InputError: species: expected an integer of 64 bits, ",
+    "network.grad('energy').scale('x', 2n)": "InputError: scale: expected a number, got bigint",
     "network.seed(1.5)": "InputError: seed: expected an integer, got 1.5",
     'network.step().setNumber("lr")': "InputError: setNumber: expected a number, and integers for group and position, got undefined, 0 and -1",
-    'network.step().state("0.bias\\0")': 'InputError: expected a name, got "0.bias\\u0000"',
+    'network.step().state("0.bias\\0")': 'InputError: name: expected a text, got "0.bias\\u0000"',
     "network.step().resume(null)": "InputError: resume: expected a Uint8Array, got null",
-    "(() => { const s = network.step(); s.free(); s.run([1, 2]) })()": "InputError: train: it was freed",
-    "(() => { const s = network.step(); s.free(); s.update() })()": "InputError: train: it was freed",
+    "(() => { const s = network.step(); s.free(); s.run([1, 2]) })()": "InputError: train: expected an entry in use, got one after free(). ",
+    "(() => { const s = network.step(); s.free(); s.update() })()": "InputError: train: expected an entry in use, got one after free(). ",
 }
 
 
@@ -397,7 +421,7 @@ def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])}, target=BOTH, tune="none")
     verdicts = standalone_by_target(open_package(tmp_path / "bend.pt2").manifest, "bend")
     assert verdicts["cpu:avx2"] == "verified" and verdicts["cpu:wasm"].startswith("is wrong: variant 0: ")
-    with pytest.raises(ab.ExportError, match=r"entry 'bend' is wrong: .*: it does not run as WebAssembly; nothing was written"):
+    with pytest.raises(ab.ExportError, match=r"entry 'bend' is wrong: .* It does not run as WebAssembly, and nothing was written"):
         web.convert(tmp_path / "bend.pt2", tmp_path / "bend")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bend.pt2", "wrong-em++", "wrong-emcc"]
 
@@ -416,7 +440,7 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
             file,
         ): f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
         ("convert", package, "--format", "wasm", "-o", held): f"{held}/module.wasm: expected a file or nothing, got a folder",
-        ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "does not exist; make it first",
+        ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "expected a folder, got nothing of that name. Make it first.",
         ("convert", package, "--format", "wasm", "-o", tmp_path / "x", "--entry", "net"): "--entry does not apply to --format wasm",
         (
             "export",

@@ -219,7 +219,8 @@ class Builder:
         include_flags: list[str] = []
         part = ""
         if command.machine == wasm.MACHINE:
-            include_flags, part = ["-Iinclude"], Path(cpp_source.__file__).read_text()
+            headers = (Path(cpp_source.__file__), *wasm.INCLUDE.iterdir())
+            include_flags, part = ["-Iinclude"], "".join(path.read_text() for path in headers)
         elif file in _HEADERS:
             header = self._parts[_HEADERS[file]].result()
             include_flags, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name

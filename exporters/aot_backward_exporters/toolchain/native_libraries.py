@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from aot_backward_runtime.errors import ExportError
@@ -32,7 +32,7 @@ def built(source: Path, machine: str) -> Path:
     compiler = " ".join(gcc.c_compiler(machine))
     files = sorted(p for p in source.rglob("*") if p.suffix in (".c", ".h", ".inc", ".cpp") or p.name == "Makefile")
     goals = ["libaotb.a"] if machine == wasm.MACHINE else ["libaot_backward.so", "libaotb_core.so", "run_entry"]
-    key = digest([machine, compiler, gcc.compiler_version(gcc.c_compiler(machine)), *(p.read_text() for p in files)])
+    key = digest([machine, compiler, gcc.compiler_version(gcc.c_compiler(machine)), *(p.read_text() for p in (*files, *wasm.INCLUDE.iterdir()))])
 
     def build(folder: Path) -> None:
         jobs = f"-j{len(os.sched_getaffinity(0))}"
@@ -49,12 +49,11 @@ def built(source: Path, machine: str) -> Path:
     return store_folder(cache_root() / "shared" / key, build)
 
 
-def linked(source: Path, program: Path | None, objects: Mapping[str, Path], flags: Sequence[str], folder: Path, name: str) -> None:
-    """Link the C libraries, a C program if there is one, and compiled graphs into ``folder``/``name`` and its ``.wasm``. ``objects``: the graphs, by
-    the names of their files in the package."""
+def linked(source: Path, program: Path | None, objects: Sequence[Path], flags: Sequence[str], folder: Path, name: str) -> None:
+    """Link the C libraries, a C program if there is one, and compiled graphs into ``folder``/``name`` and its ``.wasm``."""
     archive = built(source, wasm.MACHINE) / "libaotb.a"
     (folder / "graphs.c").write_text(wasm.graph_table(objects))
-    graphs = sorted({path.read_bytes(): path for path in objects.values()}.values())  # equal graphs have equal names
+    graphs = sorted({wasm.prefix_of(path): path for path in objects}.values())  # equal graphs have equal names
     include = (f"-I{source / 'include'}", f"-I{source / 'wasm'}")
     compiled = []
     for file in (folder / "graphs.c", *([program] if program else [])):
@@ -74,10 +73,10 @@ def _run(argv: Sequence[str], folder: Path, name: str) -> str:
     return process.stdout
 
 
-def runner(source: Path, objects: Mapping[str, Path], folder: Path) -> Path:
+def runner(source: Path, objects: Sequence[Path], folder: Path) -> Path:
     """Return the ``run_entry`` for Node.js of a package with these compiled graphs. It is linked in ``folder``, once."""
     flags = ("-sNODERAWFS=1", "-sEXIT_RUNTIME=1", "-sWASM_ASYNC_COMPILATION=0", "-sENVIRONMENT=node")
-    key = digest({name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in objects.items()})
+    key = digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in objects))
 
     def build(new: Path) -> None:
         linked(source, source / "check" / "run_entry.c", objects, flags, new, "run_entry.js")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from aot_backward_runtime.errors import ExportError
@@ -40,7 +40,7 @@ def flags(of: Sequence[str]) -> tuple[str, ...]:
     for number, flag in enumerate(of):
         if flag == "-D":
             kept.append(f"-D{of[number + 1]}")
-        elif flag == "-O2":  # of wrappers, which are smaller so, and kernels have -O3
+        elif flag == "-O2":  # wrappers: smaller code; kernels keep -O3
             kept.append("-Os")
         elif flag.startswith(_KEPT) or (flag.startswith("-I") and "/torch/include" in flag):
             kept.append(flag)
@@ -64,12 +64,11 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
     }
 
 
-def graph_table(objects: Mapping[str, Path]) -> str:
-    """Return the C source of the table of compiled graphs (``runtime/native/wasm/linked.h``). ``objects``: by the names of their files in the
-    package."""
-    graphs = {file: prefix_of(path) for file, path in objects.items()}
-    declared = "".join(f"DECLARE_GRAPH({prefix})\n" for prefix in sorted(set(graphs.values())))
-    rows = "".join(f'  GRAPH("{file}", {prefix}),\n' for file, prefix in graphs.items())
+def graph_table(objects: Iterable[Path]) -> str:
+    """Return the C source of the table of compiled graphs (``runtime/native/wasm/linked.h``)."""
+    prefixes = sorted({prefix_of(path) for path in objects})
+    declared = "".join(f"DECLARE_GRAPH({prefix})\n" for prefix in prefixes)
+    rows = "".join(f"  GRAPH({prefix}),\n" for prefix in prefixes)
     return f'#include "linked.h"\n{declared}const linked_graph linked_graphs[] = {{\n{rows}  {{0}},\n}};\n'
 
 

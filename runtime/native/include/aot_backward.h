@@ -157,7 +157,7 @@ aotb_status aotb_run(aotb_function *function, const DLTensor *inputs, uint32_t i
 uint32_t aotb_served(const aotb_function *function);
 
 /* Runs a module's forward, to be followed by aotb_backward, with the variant with the most gradients (or aotb_use_variant). Do not change the inputs
- * in between. */
+ * in between. Another call of this function may replace them; the backward is then an error. */
 aotb_status aotb_forward(aotb_function *function, const DLTensor *inputs, uint32_t input_count, DLTensor *outputs, uint32_t output_count);
 /* Runs the backward of the last forward with the incoming gradients (AOTB_INCOMING). `data` of NULL means no gradient. */
 aotb_status aotb_backward(aotb_function *function, const DLTensor *incoming, uint32_t incoming_count, DLTensor *gradients, uint32_t gradient_count);

@@ -173,6 +173,7 @@ static bool serves(struct aotb_function *f, variant *v, const DLTensor *inputs, 
   if (count != wanted->count) return refuse(f, "%" PRIu32 " inputs; expected %" PRIu32, count, wanted->count);
   for (uint32_t i = 0; i < count; i++)
     if (!check_kind(f, &wanted->at[i], &inputs[i])) return false;
+  v->saved = false; /* sizes and inputs of its last forward are replaced */
   if (!solve(f, v, inputs)) return false;
   for (uint32_t i = 0; i < count; i++)
     if (!fit(f, &wanted->at[i], &inputs[i], v->values, &v->inputs[i])) return false;

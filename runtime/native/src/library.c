@@ -32,12 +32,16 @@ typedef struct {
 
 static const char *file_of(const char *path) { return strrchr(path, '/') + 1; } /* every path has a folder: manifest.c */
 
-#ifdef __wasm__ /* where the code is linked with this library (wasm/linked.c). A package without code has the start of its names instead. */
+#ifdef __wasm__ /* where the code is linked with this library (wasm/linked.c), and known by the start of its names, a digest of the graph */
+enum { PREFIX = 18 };
 static const char *extracted(struct aotb_package *p, arena *a, const backend *b, const library_spec *spec, const build_spec *build) {
   (void)b, (void)spec;
   size_t size;
   const char *bytes = (const char *)package_member(p, a, build->member, &size);
-  return size && *bytes == 'g' ? arena_text(a, bytes, size) : file_of(build->member);
+  static const char run[] = "AOTInductorModelContainerRun";
+  for (const char *at = bytes, *end = bytes + size; (at = memmem(at, (size_t)(end - at), run, sizeof run - 1)); at++)
+    if (at - bytes >= PREFIX && at[-PREFIX] == 'g' && at[-1] == '_') return arena_text(a, at - PREFIX, PREFIX); /* an object file */
+  return size == PREFIX ? arena_text(a, bytes, size) : file_of(build->member);
 }
 #else
 /* Checks before dlopen that the manifest lists everything that the headers ask of the dynamic linker. */

@@ -11,7 +11,6 @@ aotb_status aotb_run(aotb_function *f, const DLTensor *inputs, uint32_t input_co
   if (!v) return function_leave(f, AOTB_INPUT);
   if (f->entry->kind == ENTRY_STEP) return function_leave(f, training_run(f, v, outputs, output_count));
   runnable *r = f->entry->kind == ENTRY_GRAD ? &v->gradient : v->inference.plan ? &v->inference : &v->forward;
-  if (r == &v->forward) v->saved = false; /* its saved tensors are replaced */
   return function_leave(f, function_call(f, v, r, outputs, output_count));
 }
 
@@ -27,7 +26,6 @@ aotb_status aotb_forward(aotb_function *f, const DLTensor *inputs, uint32_t inpu
   if (!v) return function_leave(f, AOTB_INPUT);
   if (!v->forward.plan || !v->backward.plan)
     return function_leave(f, aotb_fail(AOTB_INPUT, "entry %s has no gradients: call aotb_run", f->entry->name));
-  v->saved = false;
   status = function_call(f, v, &v->forward, outputs, output_count);
   if (!status) {
     v->saved = true;

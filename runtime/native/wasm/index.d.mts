@@ -34,7 +34,7 @@ export interface Described {
 }
 
 export interface LoadOptions {
-  /** The bytes of module.wasm, or its URL; the default is the file next to index.mjs. */
+  /** The bytes of module.wasm, or its URL, relative to index.mjs. The default is the file next to it. */
   wasm?: Uint8Array | ArrayBuffer | string | URL;
   /** The same for package.pt2, such as one with other weights. */
   data?: Uint8Array | ArrayBuffer | string | URL;
@@ -60,7 +60,7 @@ export interface Package {
   module(name?: string): Module;
 }
 
-export interface Callable {
+export interface Entry {
   readonly name: string;
   /** The inputs of a variant, which is an exported example. */
   inputs(variant?: number): Described[];
@@ -72,17 +72,20 @@ export interface Callable {
   /** Selects the variants of training mode, or of evaluation mode. */
   train(training?: boolean): this;
   eval(): this;
-  /** Computes without gradients. `output` is the first of `outputs`. */
-  run(inputs: Inputs): { output: Tensor; outputs: Named };
   /** Frees the memory. Later calls are errors. */
   free(): void;
 }
 
-export interface Grad extends Callable {
+export interface Callable extends Entry {
+  /** Computes without gradients. `output` is the first of `outputs`. */
+  run(inputs: Inputs): { output: Tensor; outputs: Named };
+}
+
+export interface Grad extends Entry {
   /** Multiplies a gradient in every call: -1 makes forces of the gradient of an energy. */
   scale(gradient: string, factor: number): this;
   /** `value` is the number that was differentiated. A gradient is null where Python has None. */
-  run(inputs: Inputs): { value: number; output: never; outputs: Named; gradients: Record<string, Tensor | null> };
+  run(inputs: Inputs): { value: number; outputs: Named; gradients: Record<string, Tensor | null> };
 }
 
 export interface Module extends Callable {
@@ -99,9 +102,9 @@ export interface Progress {
   lossScale: number;
 }
 
-export interface Step extends Callable {
+export interface Step extends Entry {
   /** Runs forward, backward and the optimizer's update. */
-  run(inputs: Inputs): { loss: number; output: never; outputs: Named };
+  run(inputs: Inputs): { loss: number; outputs: Named };
   /** Adds to the gradients that update() uses. Needs an export with accumulate=True. */
   accumulate(inputs: Inputs): { loss: number; outputs: Named };
   update(): void;

@@ -67,17 +67,23 @@ class Native {
   }
 
   take(bytes) {
-    const at = this.module._malloc(Math.max(bytes, 1));
-    if (!at) throw new AotBackwardError("OutOfMemoryError", `${bytes} bytes: expected free memory, got none`);
+    const at = bytes < 2 ** 31 ? this.module._malloc(Math.max(bytes, 1)) : 0;
+    if (!at) throw new AotBackwardError("OutOfMemoryError", `memory: expected ${bytes} free bytes, got none`);
     this.scratch.push(at);
+    return at;
+  }
+
+  /** The same, filled with zeros. */
+  cleared(bytes) {
+    const at = this.take(bytes);
     this.module.HEAPU8.fill(0, at, at + bytes);
     return at;
   }
 
   text(words) {
-    if (typeof words !== "string" || words.includes("\0")) throw wrong(`expected a name, got ${JSON.stringify(words)}`);
+    if (typeof words !== "string" || words.includes("\0")) throw wrong(`name: expected a text, got ${JSON.stringify(words)}`);
     const bytes = new TextEncoder().encode(words);
-    const at = this.take(bytes.length + 1);
+    const at = this.cleared(bytes.length + 1);
     this.module.HEAPU8.set(bytes, at);
     return at;
   }
@@ -108,7 +114,8 @@ class Native {
     try {
       status = this.module[`_${name}`](...args);
     } catch (error) {
-      this.ended = `the module has ended (${error.message}): call load() again`;
+      if (!(error instanceof WebAssembly.RuntimeError || error instanceof WebAssembly.Exception)) throw error;
+      this.ended = `module.wasm: expected a result, got the end of the module (${error.message}). Call load() again.`;
       throw new AotBackwardError("ExecutionError", this.ended);
     }
     if (status) throw new AotBackwardError(ERRORS[status] ?? "AotBackwardError", this.read(this.module._aotb_error()).replace(/aotb_(?=\w)/g, ""));
@@ -123,7 +130,7 @@ class Package {
     const native = (this.#native = new Native(module));
     module.FS.writeFile("/package.pt2", bytes);
     native.during(() => {
-      const out = native.take(4), options = native.take(12);
+      const out = native.cleared(4), options = native.cleared(12);
       native.view.setInt32(options + 8, unchecked ? 1 : 0, true);
       native.call("aotb_open", native.text("/package.pt2"), options, out);
       this.#at = native.view.getUint32(out, true);
@@ -143,7 +150,7 @@ class Package {
 
   seed(value) {
     if (typeof value !== "bigint" && !Number.isSafeInteger(value)) throw wrong(`seed: expected an integer, got ${value}`);
-    this.#native.call("aotb_seed", this.#at, BigInt.asUintN(64, BigInt(value)));
+    this.#native.call("aotb_seed", this.#at, BigInt.asUintN(64, exact(BigInt(value), value < 0 ? 63 : 64, "seed")));
   }
 
   grad(name) {
@@ -170,16 +177,17 @@ class Package {
   }
 }
 
-/** What all kinds of entries have: inputs, state, and a call without gradients. */
-class Callable {
+/** What all kinds of entries have: inputs, state, and calls. */
+class Entry {
   _native;
   #at;
+  #described = new Map();
   _inputs = []; // memory of the inputs of a forward, which its backward reads
 
   constructor(native, owner, name) {
     this._native = native;
     native.during(() => {
-      const out = native.take(4);
+      const out = native.cleared(4);
       native.call("aotb_get", owner, native.text(name), out);
       this.#at = native.view.getUint32(out, true);
     });
@@ -188,7 +196,7 @@ class Callable {
   }
 
   get _at() {
-    if (!this.#at) throw wrong(`${this.name}: it was freed`);
+    if (!this.#at) throw wrong(`${this.name}: expected an entry in use, got one after free(). Take it from the package again.`);
     return this.#at;
   }
 
@@ -226,11 +234,6 @@ class Callable {
     return this.train(false);
   }
 
-  run(inputs) {
-    const { first, outputs } = this._run("aotb_run", inputs);
-    return { output: first, outputs };
-  }
-
   free() {
     if (!this.#at) return;
     this._native.free(this._inputs);
@@ -239,10 +242,11 @@ class Callable {
   }
 
   _described(variant, part) {
-    const native = this._native, out = [];
+    const native = this._native, out = [], key = `${variant} ${part}`;
+    if (this._at && this.#described.has(key)) return this.#described.get(key);
     for (let i = 0; i < native.module._aotb_count(this._at, variant, part); i++) {
       native.during(() => {
-        const at = native.take(DESCRIPTION);
+        const at = native.cleared(DESCRIPTION);
         native.call("aotb_describe", this._at, variant, part, i, at);
         const view = native.view, shape = [];
         for (let d = 0; d < view.getInt32(at + 8, true); d++) shape.push(size(native.read(view.getUint32(view.getUint32(at + 12, true) + 4 * d, true))));
@@ -256,11 +260,12 @@ class Callable {
         });
       });
     }
+    if (part !== NUMBERS) this.#described.set(key, out); // only these have values that change
     return out;
   }
 
   _state(name) {
-    const at = this._native.take(TENSOR);
+    const at = this._native.cleared(TENSOR);
     this._native.call("aotb_state", this._at, this._native.text(name), at);
     return at;
   }
@@ -271,10 +276,10 @@ class Callable {
     for (let v = 0; v < variants; v++) most = Math.max(most, this._results(v).length);
     const given = ordered(inputs, this._described(0, INPUTS).map((d) => d.name), this.name);
     const forward = function_ === "aotb_forward";
-    if (forward) native.free(this._inputs);
     return native.during(
       () => {
-        const array = this._write(given), results = native.take(TENSOR * most);
+        const array = this._write(given), results = native.cleared(TENSOR * most);
+        if (forward) native.free(this._inputs); // not before: until C knows of it, a backward may follow the last forward
         native.call(function_, this._at, array, given.length, results, most);
         const found = { first: null, outputs: {}, gradients: {} };
         this._results(native.module._aotb_served(this._at)).forEach(([part, name], i) => {
@@ -294,7 +299,7 @@ class Callable {
 
   /** Writes tensors into an array of DLTensor; null is no tensor, where there may be none. */
   _write(tensors, optional = false) {
-    const native = this._native, array = native.take(TENSOR * tensors.length);
+    const native = this._native, array = native.cleared(TENSOR * tensors.length);
     tensors.forEach(([name, value], i) => {
       if (value === null && optional) return;
       const { data, shape, dtype } = plain(value, name), [code, bits] = DTYPES[dtype], at = array + TENSOR * i;
@@ -336,9 +341,17 @@ class Callable {
   }
 }
 
-class Grad extends Callable {
+class Callable extends Entry {
+  run(inputs) {
+    const { first, outputs } = this._run("aotb_run", inputs);
+    return { output: first, outputs };
+  }
+}
+
+class Grad extends Entry {
   /** Multiplies a gradient in every call: -1 makes forces of the gradient of an energy. */
   scale(gradient, factor) {
+    if (typeof factor !== "number") throw wrong(`scale: expected a number, got ${typeof factor}`);
     this._native.during(() => this._native.call("aotb_scale", this._at, this._native.text(gradient), factor));
     return this;
   }
@@ -354,18 +367,21 @@ class Grad extends Callable {
 }
 
 class Module extends Callable {
+  #forwarded = 0; // the variant
+
   forward(inputs) {
     const { first, outputs } = this._run("aotb_forward", inputs);
+    this.#forwarded = this._native.module._aotb_served(this._at);
     return { output: first, outputs };
   }
 
   /** The gradients of parameters and inputs, by name, after forward(); `incoming`: the gradients of the outputs, by their names or in their order. */
   backward(incoming) {
-    const native = this._native, variant = native.module._aotb_served(this._at);
+    const native = this._native, variant = this.#forwarded;
     const given = ordered(incoming, this._described(variant, INCOMING).map((d) => d.name), this.name);
     const names = this._described(variant, GRADIENTS).map((d) => d.name);
     return native.during(() => {
-      const array = this._write(given, true), results = native.take(TENSOR * names.length), gradients = {};
+      const array = this._write(given, true), results = native.cleared(TENSOR * names.length), gradients = {};
       native.call("aotb_backward", this._at, array, given.length, results, names.length);
       names.forEach((name, i) => (gradients[unused(name, gradients)] = this._read(results + TENSOR * i)));
       return { gradients };
@@ -373,7 +389,7 @@ class Module extends Callable {
   }
 }
 
-class Step extends Callable {
+class Step extends Entry {
   /** Runs forward, backward and the optimizer's update. */
   run(inputs) {
     const { first, outputs } = this._run("aotb_run", inputs);
@@ -407,7 +423,7 @@ class Step extends Callable {
   get progress() {
     const native = this._native;
     return native.during(() => {
-      const at = native.take(PROGRESS);
+      const at = native.cleared(PROGRESS);
       native.call("aotb_progress_of", this._at, at);
       const [updates, skipped, accumulated] = [0, 8, 16].map((offset) => Number(native.view.getBigInt64(at + offset, true)));
       return { updates, skipped, accumulated, gradNorm: native.view.getFloat64(at + 24, true), lossScale: native.view.getFloat64(at + 32, true) };
@@ -430,7 +446,7 @@ class Step extends Callable {
     FS.writeFile("/state", bytes);
     try {
       return native.during(() => {
-        const extra = native.take(4);
+        const extra = native.cleared(4);
         native.call("aotb_resume", this._at, native.text("/state"), extra);
         const text = native.read(native.view.getUint32(extra, true));
         return text ? JSON.parse(text) : null;
@@ -500,30 +516,46 @@ function ordered(values, names, entry) {
   return names.map((name) => [name, values[name]]);
 }
 
-/** A tensor as a typed array with shape and dtype; nested arrays of numbers and a number are accepted. */
+/** A tensor as a typed array with shape and dtype; numbers and nested arrays of them are accepted. */
 function plain(value, name) {
   const fault = (got) => wrong(`${name}: expected a number, nested arrays of numbers, a typed array, or {data, shape}, got ${got}`);
-  if (typeof value === "number") return { data: Float64Array.of(value), shape: [], dtype: "float64" };
-  if (typeof value === "boolean") return { data: Uint8Array.of(value ? 1 : 0), shape: [], dtype: "bool" };
+  if (["number", "bigint", "boolean"].includes(typeof value)) return { ...numbers([value], name, fault), shape: [] };
   if (Array.isArray(value)) {
     const shape = [];
     for (let level = value; Array.isArray(level); level = level[0]) shape.push(level.length);
-    const flat = value.flat(Infinity), are = (type) => flat.every((n) => typeof n === type);
+    const flat = value.flat(Infinity);
     if (flat.length !== shape.reduce((a, b) => a * b, 1) || !fits(value, shape)) throw fault("arrays of different lengths");
-    if (flat.length && are("boolean")) return { data: Uint8Array.from(flat, Number), shape, dtype: "bool" };
-    if (are("bigint") || flat.every((n) => Number.isSafeInteger(n) && !Object.is(n, -0))) return { data: BigInt64Array.from(flat, BigInt), shape, dtype: "int64" };
-    if (!are("number")) throw fault("an array with other elements");
-    return { data: Float64Array.from(flat), shape, dtype: "float64" };
+    return { ...numbers(flat, name, fault), shape };
   }
-  const data = ArrayBuffer.isView(value) ? value : value?.data;
-  if (!ArrayBuffer.isView(data) || data instanceof DataView) throw fault(value === null ? "null" : typeof value);
-  const own = data instanceof Uint8ClampedArray ? new Uint8Array(data.buffer, data.byteOffset, data.length) : data;
-  const dtype = value.dtype ?? Object.keys(DTYPES).find((key) => DTYPES[key][2] === own.constructor && !/^(float16|bfloat16|complex.*|bool)$/.test(key));
-  if (!DTYPES[dtype] || DTYPES[dtype][2] !== own.constructor) throw wrong(`${name}: expected a dtype that a ${own.constructor.name} has, got ${dtype}`);
-  const shape = value.shape ?? [own.length / partsOf(dtype)], parts = partsOf(dtype);
-  if (!Array.isArray(shape) || !shape.every((n) => Number.isSafeInteger(n) && n >= 0) || shape.reduce((a, b) => a * b, parts) !== own.length)
-    throw wrong(`${name}: expected a shape of ${own.length / parts} elements, got [${shape}]`);
-  return { data: dtype === "bool" ? own.map((n) => (n ? 1 : 0)) : own, shape, dtype };
+  const data = ArrayBuffer.isView(value) ? value : value?.data, tag = data?.[Symbol.toStringTag]; // also of a Buffer, or of another frame
+  if (!ArrayBuffer.isView(data) || tag === undefined || tag === "DataView") throw fault(value === null ? "null" : typeof value);
+  const type = tag === "Uint8ClampedArray" ? "Uint8Array" : tag, is = (key) => DTYPES[key]?.[2].name === type;
+  const dtype = value.dtype ?? Object.keys(DTYPES).find((key) => is(key) && !/^(float16|bfloat16|complex.*|bool)$/.test(key));
+  if (!is(dtype)) throw wrong(`${name}: expected a dtype that a ${tag} has, got ${dtype}`);
+  const shape = value.shape ?? [data.length / partsOf(dtype)];
+  if (!Array.isArray(shape) || !shape.every((n) => Number.isSafeInteger(n) && n >= 0) || shape.reduce((a, b) => a * b, partsOf(dtype)) !== data.length)
+    throw wrong(`${name}: expected a shape of ${data.length / partsOf(dtype)} elements, got [${shape}]`);
+  return { data: dtype === "bool" ? data.map((n) => (n ? 1 : 0)) : data, shape, dtype };
+}
+
+/** Numbers as the typed array that holds them exactly: integers, unless one is -0, as int64. */
+function numbers(flat, name, fault) {
+  const are = (type) => flat.every((n) => typeof n === type);
+  if (flat.length && are("boolean")) return { data: Uint8Array.from(flat, Number), dtype: "bool" };
+  if (are("bigint") || flat.every((n) => Number.isSafeInteger(n) && !Object.is(n, -0))) {
+    const whole = flat.map(BigInt), unsigned = whole.some((n) => n >= 2n ** 63n);
+    const data = whole.map((n) => exact(n, unsigned ? 64 : 63, name));
+    return unsigned ? { data: BigUint64Array.from(data), dtype: "uint64" } : { data: BigInt64Array.from(data), dtype: "int64" };
+  }
+  if (!are("number")) throw fault("an array with other elements");
+  return { data: Float64Array.from(flat), dtype: "float64" };
+}
+
+/** `value`, if it has at most so many bits; negative ones are accepted with 63. */
+function exact(value, bits, name) {
+  const fits = bits === 64 ? BigInt.asUintN(64, value) === value : BigInt.asIntN(64, value) === value;
+  if (!fits) throw wrong(`${name}: expected an integer of 64 bits, got ${value}`);
+  return value;
 }
 
 function fits(value, [count, ...rest]) {

@@ -1,13 +1,12 @@
 /* The dynamic linker of WebAssembly modules: the library, its standalone backend and the compiled graphs are one module, so dlopen finds what is
  * linked already. The C++ library is known by the name that it has on Linux. */
-#define _GNU_SOURCE
 #include "linked.h"
 
 #include <aot_backward.h>
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/types.h>
 
 /* index.mjs reads and writes these structs. */
 #define AT(type, field, offset) _Static_assert(offsetof(type, field) == (offset), #field)
@@ -93,8 +92,8 @@ void *dlopen(const char *path, int mode) {
   if (!file) return NULL;
   if (!strcmp(file, "libaotb_core.so")) return (void *)core;
   if (!strcmp(file, "libstdc++.so.6")) return (void *)standard;
-  for (const linked_graph *graph = linked_graphs; graph->file; graph++)
-    if (!strcmp(file, graph->file) || !strcmp(file, graph->prefix)) return (void *)graph;
+  for (const linked_graph *graph = linked_graphs; graph->prefix; graph++)
+    if (!strcmp(file, graph->prefix)) return (void *)graph;
   return NULL;
 }
 
@@ -113,5 +112,6 @@ int dlclose(void *library) { return (void)library, 0; }
 const char *dlerror(void) { return "its code is not in this module.wasm. Take module.wasm and package.pt2 from one export"; }
 int dladdr(const void *address, Dl_info *found) { return (void)address, (void)found, 0; }
 
-/* emscripten's C library lacks it. */
-ssize_t getrandom(void *to, size_t bytes, unsigned flags) { return (void)flags, getentropy(to, bytes) ? -1 : (ssize_t)bytes; }
+/* emscripten's C library lacks it, and Node.js 18 has no random numbers under the name that its getentropy uses. Only names of temporary files need
+ * them, in a file system that nothing else writes to. */
+ssize_t getrandom(void *to, size_t bytes, unsigned flags) { return (void)to, (void)bytes, (void)flags, -1; }

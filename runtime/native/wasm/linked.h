@@ -7,11 +7,11 @@
 
 enum { GRAPH_FUNCTIONS = 11 };
 typedef struct {
-  const char *file, *prefix;              /* the name of the library's file in a package that has code, and the start of the graph's names */
+  const char *prefix;                     /* of the graph's names */
   const void *functions[GRAPH_FUNCTIONS]; /* in the order of `names` in linked.c */
 } linked_graph;
 
-extern const linked_graph linked_graphs[]; /* ends with a graph without a file */
+extern const linked_graph linked_graphs[]; /* ends with a graph without a prefix */
 
 #define DECLARE_GRAPH(prefix)                                                                                                                        \
   int32_t prefix##AOTInductorModelContainerCreateWithDevice(void **, size_t, const char *, const char *);                                            \
@@ -26,9 +26,9 @@ extern const linked_graph linked_graphs[]; /* ends with a graph without a file *
   int32_t prefix##AOTInductorModelContainerUpdateUserManagedConstantBufferPairs(void *, const void *, size_t, bool, bool);                           \
   extern const char prefix##AOTInductorConstantLooks[];
 
-#define GRAPH(file, prefix)                                                                                                                          \
+#define GRAPH(prefix)                                                                                                                                \
   {                                                                                                                                                  \
-    file, #prefix, {                                                                                                                                 \
+    #prefix, {                                                                                                                                       \
       (const void *)prefix##AOTInductorModelContainerCreateWithDevice, (const void *)prefix##AOTInductorModelContainerRun,                           \
           (const void *)prefix##AOTInductorModelContainerDelete, (const void *)prefix##AOTInductorGetLastError,                                      \
           (const void *)prefix##AOTInductorModelContainerGetNumInputs, (const void *)prefix##AOTInductorModelContainerGetNumOutputs,                 \

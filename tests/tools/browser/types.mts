@@ -10,5 +10,5 @@ step.setNumber("lr", 0.1, { group: 0 });
 const forces: ArrayLike<number | bigint> | undefined = network.grad().scale("x", -1).run([[1, 2]]).gradients["x"]?.data;
 const shape: number[] = network.module().eval().forward([1]).output.shape;
 console.log(number, tensor, forces, shape);
-// @ts-expect-error a text is no tensor
+// @ts-expect-error a text is not a tensor
 step.run({ input: "text" });
