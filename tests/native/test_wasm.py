@@ -175,7 +175,10 @@ def several() -> dict[str, Any]:
             loss_fn=nn.functional.mse_loss,
             accumulate=True,
         ),
-        "halves": ab.Function(lambda x: ((x.bfloat16() * 2).t(), x > 0, x[:0, :2]), [ab.Variant((torch.randn(2, 3),))]),
+        "halves": ab.Function(
+            lambda x, y=None: ((x.bfloat16() * 2).t(), x > 0, x[:0, :2]) if y is None else x + y,
+            [ab.Variant((torch.randn(2, 3),)), ab.Variant((torch.randn(2, 3), torch.randn(3)))],
+        ),
         "look_up": ab.Grad(look_up, [ab.Variant((torch.arange(5),))], wrt="table.weight"),
     }
 
@@ -311,11 +314,16 @@ def test_accumulated_gradients(folder: Path) -> None:
 
 def test_16_bit_numbers_and_strides(folder: Path) -> None:
     """The result is transposed, and read in row-major order."""
-    result = node(folder, "const { outputs } = network.function().run([[[1, 2, -3], [4.5, 0, 6]]]);\nObject.assign(result, outputs);")
+    result = node(
+        folder,
+        "const f = network.function(), x = [[1, 2, -3], [4.5, 0, 6]];\n"
+        "Object.assign(result, f.run([x]).outputs, { sum: f.run({ y: [1, 1, 1], x }).output });",
+    )
     doubled = torch.tensor(result["output[0]"]["data"], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(result["output[0]"]["shape"])
     assert torch.equal(doubled, torch.tensor([[2, 9], [4, 0], [-6, 12]], dtype=torch.bfloat16))
     assert result["output[1]"] == {"data": [1, 1, 0, 1, 0, 1], "shape": [2, 3], "dtype": "bool"}
     assert result["output[2]"] == {"data": [], "shape": [0, 2], "dtype": "float32"}
+    assert result["sum"]["data"] == [2, 3, -2, 5.5, 1, 7]  # of another variant
 
 
 ACCEPTED = "expected a number, nested arrays of numbers, a typed array, or {data, shape}"

@@ -271,10 +271,10 @@ class Entry {
   }
 
   _run(function_, inputs) {
-    const native = this._native, variants = native.module._aotb_variants(this._at);
-    let most = 0;
-    for (let v = 0; v < variants; v++) most = Math.max(most, this._results(v).length);
-    const given = ordered(inputs, this._described(0, INPUTS).map((d) => d.name), this.name);
+    const native = this._native, variants = Array.from({ length: native.module._aotb_variants(this._at) }, (_, v) => v);
+    const most = Math.max(...variants.map((v) => this._results(v).length)), lists = variants.map((v) => this._described(v, INPUTS).map((d) => d.name));
+    const fits = (names) => (Array.isArray(inputs) ? inputs.length === names.length : `${Object.keys(inputs ?? {}).sort()}` === `${[...names].sort()}`);
+    const given = ordered(inputs, lists.find(fits) ?? lists[0], this.name);
     const forward = function_ === "aotb_forward";
     return native.during(
       () => {
