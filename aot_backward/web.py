@@ -37,13 +37,11 @@ _FUNCTIONS = (
 )
 """Functions of ``aot_backward.h`` that ``index.mjs`` calls, without their prefix."""
 _LINK = (
-    *(
-        "-sMODULARIZE=1",
-        "-sEXPORT_ES6=1",
-        "-sENVIRONMENT=web,worker",
-        "-sFORCE_FILESYSTEM=1",
-        "-sWASM_BIGINT=1",
-    ),  # index.mjs reads the files in Node.js
+    "-sMODULARIZE=1",
+    "-sEXPORT_ES6=1",
+    "-sENVIRONMENT=web,worker",  # also in Node.js, where index.mjs reads the files
+    "-sFORCE_FILESYSTEM=1",
+    "-sWASM_BIGINT=1",
     f"-sEXPORTED_FUNCTIONS=_malloc,_free,{','.join(f'_aotb_{name}' for name in _FUNCTIONS)}",
     "-sEXPORTED_RUNTIME_METHODS=FS,HEAPU8,UTF8ToString",
 )

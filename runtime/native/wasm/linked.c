@@ -27,18 +27,6 @@ AT(aotb_progress, loss_scale, 32);
 AT(aotb_options, unchecked, 8);
 _Static_assert(sizeof(DLTensor) == 40 && sizeof(aotb_description) == 40 && sizeof(aotb_progress) == 40 && sizeof(aotb_options) == 12, "sizes");
 
-static const char *const names[GRAPH_FUNCTIONS] = {"AOTInductorModelContainerCreateWithDevice",
-                                                   "AOTInductorModelContainerRun",
-                                                   "AOTInductorModelContainerDelete",
-                                                   "AOTInductorGetLastError",
-                                                   "AOTInductorModelContainerGetNumInputs",
-                                                   "AOTInductorModelContainerGetNumOutputs",
-                                                   "AOTInductorModelContainerGetNumConstants",
-                                                   "AOTInductorModelContainerGetConstantName",
-                                                   "AOTInductorModelContainerGetConstantDataSize",
-                                                   "AOTInductorModelContainerUpdateUserManagedConstantBufferPairs",
-                                                   "AOTInductorConstantLooks"};
-
 /* A call through a pointer traps unless the types are equal, so these are the types of the definitions. */
 int32_t aoti_torch_create_tensor_from_blob(void *, int64_t, const int64_t *, const int64_t *, int64_t, int32_t, int32_t, int32_t, void **);
 int32_t aoti_torch_delete_tensor_object(void *), aoti_torch_get_data_ptr(void *, void **);
@@ -54,10 +42,6 @@ void core_views_end(void), core_views_drop(void *), core_seed(uint64_t), core_ra
 void core_threads(int);
 void raise_runtime_error(const char *); /* raise.cpp */
 
-typedef struct {
-  const char *name;
-  const void *function;
-} symbol;
 #define SYMBOL(name) {#name, (const void *)name}
 static const symbol core[] = {SYMBOL(aoti_torch_create_tensor_from_blob),
                               SYMBOL(aoti_torch_delete_tensor_object),
@@ -93,18 +77,13 @@ void *dlopen(const char *path, int mode) {
   if (!strcmp(file, "libaotb_core.so")) return (void *)core;
   if (!strcmp(file, "libstdc++.so.6")) return (void *)standard;
   for (const linked_graph *graph = linked_graphs; graph->prefix; graph++)
-    if (!strcmp(file, graph->prefix)) return (void *)graph;
+    if (!strcmp(file, graph->prefix)) return (void *)graph->symbols;
   return NULL;
 }
 
 void *dlsym(void *library, const char *name) {
-  if (library == core || library == standard) {
-    for (const symbol *s = library; s->name; s++)
-      if (!strcmp(s->name, name)) return (void *)s->function;
-    return NULL;
-  }
-  for (int i = 0; library && i < GRAPH_FUNCTIONS; i++)
-    if (!strcmp(names[i], name)) return (void *)((const linked_graph *)library)->functions[i];
+  for (const symbol *s = library; s && s->name; s++)
+    if (!strcmp(s->name, name)) return (void *)s->address;
   return NULL;
 }
 

@@ -75,12 +75,12 @@ class Browser:
         """onnxruntime-web takes no input that has a value in the graph."""
         graph = onnx.load(self.folder / "train.onnx")
         inputs = {i.name for i in graph.graph.input}
-        values = {t.name: onnx.numpy_helper.to_array(t) for t in graph.graph.initializer if t.name in inputs}
-        kept = [t for t in graph.graph.initializer if t.name not in inputs]
-        del graph.graph.initializer[:]
-        graph.graph.initializer.extend(kept)
+        values = [t for t in graph.graph.initializer if t.name in inputs]
+        arrays = {t.name: onnx.numpy_helper.to_array(t) for t in values}
+        for t in values:
+            graph.graph.initializer.remove(t)
         onnx.save(graph, self.folder / "web.onnx")
-        state = {name: {"type": str(v.dtype), "shape": v.shape, "data": v.reshape(-1).tolist()} for name, v in values.items()}
+        state = {name: {"type": str(v.dtype), "shape": v.shape, "data": v.reshape(-1).tolist()} for name, v in arrays.items()}
         (self.folder / "state.json").write_text(json.dumps(state))
 
     def run(self, *argv: object) -> str:
