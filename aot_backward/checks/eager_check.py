@@ -29,7 +29,7 @@ from aot_backward_runtime.loader import Package
 from . import stored_results
 from .example_sizes import Example, Sized, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .named_results import Named, Overwritten, Take, Wrt, infers_apart, results_of_eager, results_of_entry
+from .named_results import Named, Overwritten, Take, Wrt, has_inference_code, results_of_eager, results_of_entry
 from .stored_results import Stored, is_large, sketch, sketched_distance
 from .tolerance import (
     Comparison,
@@ -82,7 +82,7 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
         reference, sketches = _reference(eager_run, eager)
         package = load()
         actual = _results_of_entry(package, entry, eager_run, location)
-        inferred = _results_of_entry(package, entry, eager_run, location, inference=True) if infers_apart(spec) else {}
+        inferred = _results_of_entry(package, entry, eager_run, location, inference=True) if has_inference_code(spec) else {}
         del package
         comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         if names := [c.name for c in comparisons if c.wrong and reference.float64 and _is_single_output(c.name, eager)]:

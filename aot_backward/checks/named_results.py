@@ -29,7 +29,7 @@ Wrt = tuple[tuple[str, Any], ...]
 """Targets of a ``grad`` entry, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
 
 
-def infers_apart(spec: VariantSpec) -> bool:
+def has_inference_code(spec: VariantSpec) -> bool:
     """Return whether a module's variant has separate code for calls under ``no_grad``."""
     return spec.inference is not None and spec.forward is not None
 

@@ -26,7 +26,7 @@ from aot_backward_runtime.package.targets import targets_of
 from ..capture import preserve
 from . import stored_results
 from .example_sizes import Example
-from .named_results import Named, Overwritten, infers_apart, results_of_entry
+from .named_results import Named, Overwritten, has_inference_code, results_of_entry
 from .stored_results import as_dtype
 from .tolerance import Comparison
 
@@ -161,7 +161,7 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
         else:
             try:
                 actual = results_of_entry(package, entry, spec, example, cotangents)
-                if infers_apart(spec):
+                if has_inference_code(spec):
                     inferred = results_of_entry(package, entry, spec, example, cotangents, inference=True)
             except Overwritten as error:
                 return VariantReport(entry, number, 0, "", 0.0, (str(error),))

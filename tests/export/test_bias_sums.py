@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.rewrites.bias_sums import apart
+from aot_backward_exporters.rewrites.bias_sums import split_bias_sums
 from aot_backward_runtime import load
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def test_what_is_rewritten(case: str) -> None:
     found, function, given = REWRITTEN[case]
     graph = torch_api.make_fx(function, tracing_mode="fake")(*given)
     before = str(graph.graph)
-    apart(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    split_bias_sums(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
     assert (str(graph.graph) != before) == found
     assert not (found and graph.graph.find_nodes(op="call_function", target=aten.addmm.default))

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.rewrites.merged_sizes import apart
+from aot_backward_exporters.rewrites.merged_sizes import split_merged_views
 from aot_backward_runtime import load
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
     fake = next(iter(graph.graph.nodes)).meta["val"]
     guards = len(fake.fake_mode.shape_env.guards)
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
-        apart(graph, fake.fake_mode)
+        split_merged_views(graph, fake.fake_mode)
     graph.graph.lint()
     assert len(fake.fake_mode.shape_env.guards) == guards
     assert ([node.target for node in graph.graph.nodes].count(aten.view.default) < before.count(aten.view.default)) == found
@@ -75,7 +75,7 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
 def beside_each_other(function: Any, *given: Tensor) -> tuple[int, Tensor]:
     """Return the dimensions that the ``cat`` of ``function`` joins after the pass, and the result."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*given)
-    apart(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    split_merged_views(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
     graph.graph.lint()
     (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
     return cat.args[0][0].meta["val"].dim(), graph(*given)

@@ -17,7 +17,7 @@ from .graph_edit import arguments, call
 aten = torch.ops.aten
 
 
-def apart(module: GraphModule, fake_mode: Any) -> None:
+def split_bias_sums(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _is_matrix(node.meta.get("val")) and (summands := _added(node)):

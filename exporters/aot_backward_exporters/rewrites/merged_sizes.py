@@ -22,7 +22,7 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
-def apart(module: GraphModule, fake_mode: Any) -> None:
+def split_merged_views(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``: a view of a transposed, merged view becomes a view of the transposed original."""
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         with fake_mode:

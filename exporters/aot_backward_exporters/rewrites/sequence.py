@@ -30,8 +30,8 @@ REWRITES = (
     shared_exponential.by_one,
     short_attention.by_products,
     joined_parts.by_cat,
-    merged_sizes.apart,
-    bias_sums.apart,
+    merged_sizes.split_merged_views,
+    bias_sums.split_bias_sums,
 )
 """Rewrites that create products, copies and views come before the ones that match them."""
 

@@ -44,7 +44,7 @@ class LoadedModule(nn.Module):
         self._aot_entry = entry
         self._aot_slots = _Slots([slot_of(self, name) for name in entry.state.names])
         modes = {v.spec.mode: frozenset(v.spec.set_apart) for v in entry.variants}
-        self._aot_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
+        self._aot_set_apart = {mode: modes.get(mode, frozenset()) for mode in ("train", "eval")}
         self.train(entry.spec.training)
 
     @torch_api.opaque_to_dynamo
@@ -75,7 +75,7 @@ class LoadedModule(nn.Module):
         Returns:
             The module itself.
         """
-        set_apart = self._aot_apart["train" if mode else "eval"]
+        set_apart = self._aot_set_apart["train" if mode else "eval"]
         for name, module in self.named_modules(remove_duplicate=False):
             if name == "" or isinstance(module, _Part):
                 module.training = mode != (name in set_apart)
@@ -274,7 +274,7 @@ class _Part(nn.Module):
     register_backward_hook = _hooked
 
 
-_STANDARD = {*nn.Module().__dict__, "_aot_entry", "_aot_slots", "_aot_apart"}
+_STANDARD = {*nn.Module().__dict__, "_aot_entry", "_aot_slots", "_aot_set_apart"}
 
 
 def _refuse_change(name: str) -> None:
