@@ -31,7 +31,6 @@ VERIFIED = "verified"
 _PROCESS = Path(__file__).with_name("standalone_process.py")
 _MODULE = "aot_backward_native"
 _OPERATOR = "aoti_torch_cpu_"
-_OPTIONAL = "aoti_torch_cpu__linear_pointwise"  # code goes without it (products.h)
 
 
 def is_installed() -> bool:
@@ -49,9 +48,10 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
             [gcc.emscripten_tool("emnm"), "--undefined-only"] if library.read_bytes().startswith(wasm.MAGIC) else ["nm", "-D", "--undefined-only"]
         )
         process = subprocess.run([*command, library], capture_output=True, text=True, check=True)
-        names.update(line.split()[-1].partition("@")[0] for line in process.stdout.splitlines())
+        symbols = [line.split()[-2:] for line in process.stdout.splitlines()]
+        names.update(name.partition("@")[0] for kind, name in symbols if kind != "w")  # code goes without weak ones (products.h)
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
-    missing = {n for n in names - {_OPTIONAL} if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
+    missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
     missing_operators = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in missing}
     return sorted(missing_operators | {o.replace("::", ".") for o in by_name})
 

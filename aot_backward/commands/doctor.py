@@ -92,8 +92,11 @@ def _products() -> Finding:
         if library not in ("mkl", "onednn"):
             return Finding(name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it")
         return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({_PRODUCTS})")
-    is_faster = compatibility.processor_vendor() == "AuthenticAMD" and "avx512f" in compatibility.cpu_flags()
-    return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)" if is_faster else "PyTorch's own (MKL)")
+    if compatibility.processor_vendor() != "AuthenticAMD" or "avx512f" not in compatibility.cpu_flags():
+        return Finding(name, "ok", "PyTorch's own (MKL)")
+    if compatibility.processor_family() == "25":
+        return Finding(name, "ok", "oneDNN for large ones, MKL for gradients of weights (AMD Zen 4)")
+    return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)")
 
 
 def _c_library() -> Finding:

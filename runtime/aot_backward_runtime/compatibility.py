@@ -154,6 +154,11 @@ def processor_vendor() -> str:
     return _of_processor("vendor_id")
 
 
+def processor_family() -> str:
+    """Return the family that the maker counts the processor to, in decimal: "25" for AMD's Zen 3 and Zen 4; "" on aarch64."""
+    return _of_processor("cpu family")
+
+
 def _of_processor(field: str) -> str:
     """Return a field of /proc/cpuinfo for the first processor only: the kernel makes the text as it is read, 0.1 ms for each further one."""
     with Path("/proc/cpuinfo").open() as file:

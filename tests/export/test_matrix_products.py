@@ -14,13 +14,17 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops import scan
 from torch.export import Dim
 
 import aot_backward as ab
 from aot_backward.commands import doctor
+from aot_backward_exporters.toolchain import products
 from aot_backward_runtime import load
 
 from ..support.exports import shared
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo, which scan calls
 
 PROGRAM = """
 import sys, torch
@@ -65,7 +69,21 @@ def returned(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
     return (y.tanh() @ b).sum() + y.square().sum(), (y.detach(), (y @ b).detach())
 
 
-STATIC: dict[str, Callable[..., Any]] = {f.__name__: f for f in (layers, expanded, parts, slices, returned)}
+def recurrent(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Each step of a loop multiplies 4 rows by one weight of 512 x 512, and each step of the gradient by its transpose."""
+    weights = [(a @ b).t(), a @ b]
+    return torch.rnn_tanh(x.view(16, 4, 512), x.new_zeros(1, 4, 512), weights, False, 1, 0.0, True, False, False)[0].square().mean()
+
+
+def changing(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The right operand of a loop's products is another one in each step: a part of a tensor, and the result of the last step."""
+    weights = torch.stack([(a @ b).sin(), a @ b, (a @ b).cos() / 8])
+    last, rows = scan(lambda h, weight: ((h @ weight.t()).tanh(), h.sin()), x[:8], weights)
+    powers, outputs = scan(lambda y, row: (y * 0.9, row @ y.t()), a @ b, x.view(8, 8, 512))
+    return rows.square().mean() + last.square().mean() + powers.sum() + outputs.square().mean()
+
+
+STATIC: dict[str, Callable[..., Any]] = {f.__name__: f for f in (layers, expanded, parts, slices, returned, recurrent, changing)}
 ROWS = (1, 64, 2048, 2400)
 
 
@@ -127,11 +145,51 @@ def test_the_two_libraries_differ_in_rounding_for_large_products_alone() -> None
     assert differ == [False, False, True, True]
 
 
+def test_a_loop_keeps_the_layout_of_a_weight() -> None:
+    """oneDNN reports what it does."""
+    results("onednn")
+    files = [package().with_suffix(f".{name}") for name in ("calls", "reported")]
+    env = {**os.environ, "AOT_BACKWARD_PRODUCTS": "onednn", "ONEDNN_VERBOSE": "1"}
+    lines = subprocess.run([sys.executable, "-c", PROGRAM, package(), *files], check=True, capture_output=True, text=True, env=env).stdout.split("\n")
+    steps = [line for line in lines if ",mb4ic512oc512" in line]
+    transposed = [line for line in steps if "wei:f32::blocked:ba:" in line]
+    assert len(steps) == 32 and len(transposed) == 16  # the gradient's
+    assert len([line for line in lines if ",reorder," in line and ",512x512" in line]) == 1
+
+
+OPERANDS = {
+    "input_3": True,  # the loop's own name for ``weight``
+    "wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(input_3, 2, int_array_1, int_array_2, 4096L))": True,
+    "wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(input_3, 2, int_array_1, int_array_2, 4096L*u0))": False,  # a row for each step
+    "input_4": False,  # a carry
+    "input_5": False,  # computed in an outer loop's step
+    "step_buf1": False,
+}
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_only_an_operand_that_no_step_changes_is_kept(operand: str) -> None:
+    body = f"""
+        AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_assign_tensors_out(weight, &input_3_handle));
+        AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_assign_tensors_out(buf3, &input_4_handle));
+        RAIIAtenTensorHandle buf4(buf4_handle);
+        AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_assign_tensors_out(buf4, &input_5_handle));
+        RAIIAtenTensorHandle step_buf1(step_buf1_handle);
+        RAIIAtenTensorHandle step_buf2(step_buf2_handle);
+        AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(step_buf2, input_4, {operand}));
+        buf3.reset();
+        buf3 = std::move(step_buf2);
+"""
+    text = products.source(f"namespace torch::aot_inductor {{\n    while (1) {{{body}    }}\n}}\n", 2**23)
+    assert (f"product_0(step_buf2, input_4, {operand});" in text) == OPERANDS[operand]
+    assert (f"matrix_product(step_buf2, input_4, {operand});" in text) != OPERANDS[operand]
+
+
 def test_doctor_names_the_library_that_is_used() -> None:
     (found,) = (finding.found for finding in doctor.examine() if finding.what == "matrix products")
     library = "onednn" if found.startswith("oneDNN") else "mkl"
-    static = [[flat(results(used)[name]) for name in STATIC] for used in (library, "")]
-    assert all(torch.equal(a, b) for mine, default in zip(*static, strict=True) for a, b in zip(mine, default, strict=True))
+    same = [torch.equal(a, b) for a, b in zip(*(flat(results(used)["open"][-1]) for used in (library, "")), strict=True)]
+    assert same == [True, True, *[not found.endswith("(AMD Zen 4)")] * 2]  # the last two are gradients of weights
 
 
 def test_an_unknown_library_is_refused() -> None:
@@ -143,9 +201,9 @@ def test_an_unknown_library_is_refused() -> None:
 @pytest.mark.parametrize("preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")], ids=["alone", "beside PyTorch"])
 def test_the_c_library_computes_them_itself(tmp_path: Path, preloaded: str) -> None:
     """PyTorch's functions for oneDNN, which a program linked with it has, are not for the tensors of the C library."""
-    path = ab.export(tmp_path / "one.pt2", {"layers": ab.Grad(layers, [ab.Variant(arguments())])}, runtime="standalone")
-    (entry,) = load(path).manifest.entries.values()
-    assert entry.standalone == "verified"
+    entries = {f.__name__: ab.Grad(f, [ab.Variant(arguments())]) for f in (layers, recurrent)}
+    path = ab.export(tmp_path / "two.pt2", entries, runtime="standalone")
+    assert {entry.standalone for entry in load(path).manifest.entries.values()} == {"verified"}
     numpy.savez(tmp_path / "x.npz", *(a.numpy() for a in arguments()))
     env = {**os.environ, "AOT_BACKWARD_BACKEND": "standalone", "AOT_BACKWARD_PRODUCTS": "onednn", "LD_PRELOAD": preloaded}
     subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, path, tmp_path / "x.npz", tmp_path / "y.npz"], check=True, env=env)
