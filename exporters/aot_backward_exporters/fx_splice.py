@@ -36,6 +36,7 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
             with place.graph.inserting_before(place):
                 node_map[node] = place.graph.node_copy(node, node_map.__getitem__)
             node_map[node].meta = {**place.meta, "val": node.meta["val"]}
+            node_map[node].meta.pop("should_fallback", None)  # what replaces a kernel is compiled
             new_values[node_map[node]] = node.meta["val"]
     raise AssertionError("a graph ends with its output")
 

@@ -54,7 +54,6 @@ def _is_served(args: dict[str, Any]) -> bool:
 
 def _replace(node: Node, args: dict[str, Any]) -> None:
     outputs = node.meta["val"]
-    node.meta.pop("should_fallback", None)  # the replacement is compiled
 
     def called(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         images = x if x.dim() == 4 else x.unsqueeze(0)
