@@ -13,11 +13,11 @@
 | a change made by a step with eager                | r                                 | 0      | 4·eps·‖p‖ + 8·s               |
 
 e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (for a graph: among its results), p the
-tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by which t itself moves if its inputs are perturbed.
-So a result may be as far from float64 as eager is. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A gradient
-that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel, s is
-computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a result compared with eager has at
-least bfloat16's r, a loss at least 1e-2, and a change bfloat16's r in addition. Norms skip elements that are not finite.
+tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by which t itself moves if its inputs are perturbed. So a
+result may be four times as far from float64 as eager. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A
+gradient that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel,
+s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a result compared with eager has
+at least bfloat16's r, a loss at least 1e-2, and a change bfloat16's r in addition. Norms skip elements that are not finite.
 """
 
 from __future__ import annotations
