@@ -283,39 +283,22 @@ def test_a_sum_of_few_16_bit_numbers_that_is_off_by_a_hundredth(tmp_path: Path, 
         ab.export_grad(lambda x, weight: (torch.tanh(x) * weight).float().sum(), numbers, path=tmp_path / "grad.pt2")
 
 
-class ChannelsLast(nn.Module):
-    """Eager adds up for BatchNorm over channels-last images in float32, one number after another: its gradients are off by 3 %. Compiled code adds
-    in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        channels = (3, 8, 8, 8, 8, 8, 8)
-        layers = [(nn.Conv2d(m, n, 3, padding=1), nn.BatchNorm2d(n), nn.ReLU6()) for m, n in itertools.pairwise(channels)]
-        self.layers, self.head = nn.Sequential(*itertools.chain(*layers)), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(self.layers(x).mean((2, 3))), y)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_gradients_of_which_eager_rounds_off_several_percent(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    net, y = ChannelsLast(), torch.arange(8) % 4
-    x = torch.randn(8, 3, 96, 96).to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("factor", [1.01, 1.2])
+def test_a_result_may_be_off_as_far_as_eagers_own_rounding(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 the program adds 2 % that change entirely with the last bit of its input, as rounding does."""
     right = eager_check.results_of_entry
 
     def results(*args: Any, **options: Any) -> Any:
-        return {n: t * factor if t is not None and n.startswith("gradient") else t for n, t in right(*args, **options).items()}
+        return {n: t * factor if n.startswith("gradient") else t for n, t in right(*args, **options).items()}
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return (x + (0.05 * (x.detach() * 1e8).sin() if x.dtype is torch.float32 else 0)).square().sum()
 
     monkeypatch.setattr(eager_check, "results_of_entry", results)
-    with contextlib.nullcontext() if factor == 1 else pytest.raises(ExportError, match="is wrong: off by"):
-        path = ab.export_grad(net, (x, y), path=tmp_path / "grad.pt2", tune="none")
-    if factor == 1:
-        ours = ab.load(path).grad()(x, y)[1]
-        eager = torch.autograd.grad(net(x, y), list(net.parameters()))
-        exact = torch.autograd.grad(net.double()(x.double(), y), list(net.parameters()))
-        off = [sum(float((a.double() - t).square().sum()) for a, t in zip(each, exact, strict=True)) for each in (ours.values(), eager)]
-        assert off[0] < off[1]
+    torch.manual_seed(0)
+    x = (torch.rand(400) + 1).requires_grad_()
+    with contextlib.nullcontext() if factor == 1.01 else pytest.raises(ExportError, match="gradient of x is wrong: off by"):
+        ab.export_grad(rounded, (x,), path=tmp_path / "grad.pt2", tune="none")
 
 
 def test_another_computation_in_float64_is_no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
