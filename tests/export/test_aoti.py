@@ -560,8 +560,8 @@ def test_a_missing_compiler_is_an_export_error(cache: Path, tmp_path: Path) -> N
     assert "apt-get install g++" in message
 
 
-def test_the_slow_part_of_every_wrapper_is_found(tmp_path: Path) -> None:
-    """On the tests' torch, only the shared wrapper has std::regex, which costs 3 s a graph."""
+def test_no_regular_expression_is_compiled(tmp_path: Path) -> None:
+    """std::regex takes g++ 3 s. On the tests' torch, its one use is found and replaced."""
     cpp_source.write_patched_headers(tmp_path)
     (header,) = tmp_path.rglob("model_base.h")
-    assert "std::regex" not in header.read_text()
+    assert "regex" not in header.read_text()

@@ -277,7 +277,7 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
             return
         source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
         (folder / source[-1]).write_text(text)
-        if part == "wrapper.h":
+        if part != "kernel.h":
             cpp_source.write_patched_headers(folder / "include")
         argv = [*command.compiler, "-Iinclude", *command.flags, "-w", *source, "-o", output]
         run(f"the part that all libraries share ({part})", argv, folder)

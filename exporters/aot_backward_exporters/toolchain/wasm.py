@@ -24,12 +24,6 @@ _KERNEL = re.compile(r'^extern "C"\s+void\s+(\w+)\(', re.MULTILINE)
 _INTERFACE = re.compile(r"\b(AOTInductor\w+)(?=\()")
 _TEXT = cpp_source.TORCH_INCLUDE.parent / "_inductor/codegen/aoti_runtime/interface.cpp"
 _PRINTED = re.compile(r"std::cerr <<.*?;", re.DOTALL)
-_DEVICE = """
-namespace torch::aot_inductor {
-void parse_device_str(const std::string&, int32_t& type, int32_t& index) { type = aoti_torch_device_type_cpu(), index = 0; }
-}
-"""
-"""In place of PyTorch's function, which needs regular expressions."""
 _CONSTANTS = ("_binary_constants_bin_start", "_binary_constants_bin_end")
 _RUN = re.compile(rb"(g[0-9a-f]{16}_)AOTInductorModelContainerRun\b")
 
@@ -59,7 +53,7 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
     renamed += "".join(f"#define {name} {prefix}{name}\n" for name in sorted(names))
     constants = "".join(f"uint8_t {name}[1];\n" for name in _CONSTANTS)  # the weights are bound; PyTorch writes them in assembler
     return {
-        "wrapper.cpp": f"{renamed}{cpp_source.wrapper_header()}{wrapper}\n{interface}\n{_DEVICE}{constants}",
+        "wrapper.cpp": f"{renamed}{cpp_source.wrapper_header()}{wrapper}\n{interface}\n{constants}",
         "kernel.cpp": f"{renamed}{cpp_source.KERNEL_HEADER}{kernels}",
     }
 
