@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from aot_backward_exporters.inductor.compile import shared_parts_started
 from aot_backward_exporters.process_state import exclusive
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.format.manifest import Manifest
@@ -45,8 +46,9 @@ def checked_package(
     with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone")
         build = Build(contents)
-        for name, entry in entries.items():
-            build.add(name, entry)
+        with shared_parts_started(contents.targets):
+            for name, entry in entries.items():
+                build.add(name, entry)
         while True:
             examples: dict[str, torch.Tensor] = {}
             manifest = dataclasses.replace(build.manifest(weights), metadata=metadata)

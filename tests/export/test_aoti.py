@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy.value_ranges import ValueRanges
 
+import aot_backward as ab
 import aot_backward_exporters
 from aot_backward_exporters.graph import Artifact, Graph
 from aot_backward_exporters.inductor import compile, lowering, patches, settings, targets
@@ -552,6 +553,22 @@ def test_a_failing_compiler_is_quoted(compiler: Path, cache: Path, tmp_path: Pat
     assert message.endswith("\nwrapper.cpp:1: error: out of luck")
     assert list(work.iterdir()) == []
     assert not [p for p in (cache / "shared").iterdir() if p.name.startswith(".new-")]
+
+
+def test_a_program_that_raises_stops_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new cache g++ runs while the program is captured. Without a kill, the export would wait for it and what it has started."""
+
+    def raises(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError
+
+    script = tmp_path / "slow-g++"
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo 1; exit 0; }}\n( sleep 20; touch {tmp_path}/finished ) | cat\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "new"))
+    with inductor_config.patch({"cpp.cxx": (None, str(script))}), pytest.raises(ExportError):
+        ab.export_grad(raises, (torch.ones(3),), path=tmp_path / "no.pt2")
+    assert list((tmp_path / "new" / "shared").iterdir())  # locks: it had started
+    assert not (tmp_path / "finished").exists()
 
 
 def test_a_missing_compiler_is_an_export_error(cache: Path, tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ The steps for each graph:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from ..cuda.retarget import retarget
 from ..cuda.toolkit import toolkit
 from ..graph import LINE, Artifact, Graph, Line
 from ..progress import Progress, silent
+from ..rewrites.graph_edit import call
 from ..toolchain import gcc, wasm
-from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, store
+from ..toolchain.compile_cache import CachedLibrary, digest, digest_of_sources, fetch, is_new, store
 from ..toolchain.strip_paths import erase_paths
 from . import extern_nodes, selections
 from .cache_key import Canonical, canonical_graph
@@ -67,6 +69,41 @@ def compile_graphs(
         with toolkit():
             return _compiled(graphs, folder, fake_mode, target, progress)
     return _compiled(graphs, folder, fake_mode, target, progress)
+
+
+_OTHER_FLAGS = ("cpu:wasm", "cpu:avx512")
+"""Targets without shared parts, or where Inductor's flags for the first graph of a process differ from those for the others (torch 2.13)."""
+
+
+@contextlib.contextmanager
+def shared_parts_started(names: Sequence[str]) -> Iterator[None]:
+    """If the compile cache is new, compile the parts that all libraries for these targets share while the caller captures its program: they take g++
+    15 s of one core. The flags are those of a graph of one operator."""
+    processors = [processor(name) for name in names if name.startswith("cpu") and name not in _OTHER_FLAGS]
+    if not is_new() or not processors:
+        yield
+        return
+    for built_for in processors:
+        gcc.compiler(built_for.machine)  # an error for one that is missing
+    with tempfile.TemporaryDirectory(prefix="aot-backward-") as work, gcc.Builder() as builder:
+        for number, built_for in enumerate(processors):
+            folder = Path(work) / str(number)
+            folder.mkdir()
+            with gcc.record_commands(folder, built_for.march, built_for.machine) as commands:
+                _lower_one_operator(folder / "inductor", built_for)
+            builder.prepare(commands)
+        yield
+
+
+def _lower_one_operator(folder: Path, built_for: Processor) -> None:
+    fake_mode = torch_api.FakeTensorMode(shape_env=torch_api.ShapeEnv())
+    graph = torch.fx.Graph()
+    with fake_mode:
+        node = graph.placeholder("x")
+        node.meta["val"] = torch.empty(2)
+        graph.output((call(graph, torch.ops.aten.neg.default, node),))
+    one = Graph("shared", torch.fx.GraphModule(torch.nn.Module(), graph), (), (), {}, 1)
+    lower(one, canonical_graph(one, fake_mode.shape_env), folder, fake_mode, 0, built_for)
 
 
 def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, progress: Progress) -> dict[str, Artifact]:

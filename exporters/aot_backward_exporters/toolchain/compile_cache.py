@@ -50,6 +50,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("AOT_BACKWARD_CACHE") or Path.home() / ".cache" / "aot-backward")
 
 
+def is_new() -> bool:
+    """Return whether nothing that all libraries share is in the cache."""
+    return not any((cache_root() / "shared").glob("[!.]*"))
+
+
 def digest(value: Any) -> str:
     """Return the SHA-256 of any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

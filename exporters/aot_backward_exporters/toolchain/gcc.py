@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,8 @@ _UNUSED = "-ltorch"
 """A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the linker would keep the
 dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
+_PARTS = {"wrapper.h": "wrapper.cpp", "kernel.h": "kernel.cpp", "interface": "wrapper.cpp", "torch": "wrapper.cpp"}
+"""Parts that libraries share, and the file whose flags each is compiled with."""
 HERE = platform.machine()
 _CROSS = {wasm.MACHINE: ("em++", "emscripten")}
 """Compilers for machines for which GNU has none, and the Debian packages that have them."""
@@ -156,22 +159,24 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 class Builder:
-    """Runs recorded commands in a thread pool. Leaving its ``with`` block waits for running commands and drops queued ones. An interrupt kills
-    running commands: otherwise Python would wait for them before it exits."""
+    """Runs recorded commands in a thread pool. Leaving its ``with`` block waits for running commands and drops queued ones. An exception kills
+    running commands: their results are not needed, and an interrupted Python would wait for them before it exits."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="g++")
         self._parts: dict[str, Future[Path]] = {}
         self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
 
     def __enter__(self) -> Builder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
+        if kind is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+            self._stopped = True
             for process in tuple(self._running):
-                process.kill()
+                _kill(process)
         self._pool.shutdown(cancel_futures=True)
 
     def compile(self, name: str, commands: Sequence[Command], folder: Path, least_product: int) -> list[Future[None]]:
@@ -189,8 +194,15 @@ class Builder:
                 if least_product and file == "wrapper.cpp" and command.machine == "x86_64":
                     text = products.source(text, least_product)
                 (folder / file).write_text(aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text)
-                self._start_parts(file, command)
+        self.prepare(commands)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
+
+    def prepare(self, commands: Sequence[Command]) -> None:
+        """Start compiling the parts that the library of ``commands`` shares with others; the ones that are needed first come first."""
+        by_file = {file: command for command in commands for file in command.sources}
+        for part, file in _PARTS.items():
+            if file in by_file and part not in self._parts and (part != "torch" or by_file[file].machine != HERE):
+                self._parts[part] = self._pool.submit(_build_shared_part, part, by_file[file], self._run)
 
     def _compile_for_wasm(self, name: str, compiles: Sequence[Command], folder: Path) -> list[Future[None]]:
         texts = {file: _without_name(folder, text) for command in compiles for file, text in command.sources.items()}
@@ -238,15 +250,11 @@ class Builder:
 
         (folder / _object(file)).write_bytes(stored_object(key, build))
 
-    def _start_parts(self, file: str, command: Command) -> None:
-        parts = {"wrapper.cpp": ("wrapper.h", "interface"), "kernel.cpp": ("kernel.h",)}.get(file, ())
-        for part in parts if command.machine == HERE else (*parts, "torch"):
-            if part not in self._parts:
-                self._parts[part] = self._pool.submit(_build_shared_part, part, command, self._run)
-
     def _run(self, name: str, argv: Sequence[str], folder: Path) -> None:
-        process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0)
         self._running.add(process)
+        if self._stopped:  # in another thread, while the process was started
+            _kill(process)
         try:
             output, _ = process.communicate()
         finally:
@@ -256,6 +264,12 @@ class Builder:
             error = CompilerFailed(f"{name}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{tail}")
             error.said = output
             raise error
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a running g++ and the compiler that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
