@@ -33,7 +33,6 @@ def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
         for node in queue:  # the list grows: replacements of an operator may have numbers, too
             if node.op == "call_function" and isinstance(node.target, torch_api.OpOverload):
                 queue += _replaced(node)
-    module.recompile()
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             complex_numbers_as_tensors(child, fake_mode)

@@ -93,7 +93,6 @@ def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             expanded_arguments_copied(child, fake_mode)
-    module.recompile()
 
 
 _INDEXED = {torch.ops.aten.gather.default: 2, torch.ops.aten.embedding.default: 1}
@@ -120,4 +119,3 @@ def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             refuse_negative_indices(child, fake_mode)
-    module.recompile()

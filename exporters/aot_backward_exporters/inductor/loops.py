@@ -24,7 +24,7 @@ def scans_as_loops(module: GraphModule, fake_mode: Any) -> None:
     with fake_mode, torch_api.enable_python_dispatcher():
         for number, node in enumerate(module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)):
             _as_loop(module, node, number)
-    module.recompile()
+            module.recompile()
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             scans_as_loops(child, fake_mode)

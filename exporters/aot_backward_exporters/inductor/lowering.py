@@ -88,6 +88,9 @@ def _lowered(
         if not graph_fixes.calls_eager_kernels(module):  # a rewrite may have caused the wrong numbers
             rewrite(module, fake_mode)
         selections.store_what_is_compared(module, fake_mode)
+        for each in module.modules():  # the bodies of loops run when they are traced
+            if isinstance(each, torch.fx.GraphModule):
+                each.recompile()
         scans_as_loops(module, fake_mode)
     least_product = large_products.least(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

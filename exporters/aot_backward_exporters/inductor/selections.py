@@ -87,7 +87,6 @@ def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             round_as_eager(child, fake_mode)
-    module.recompile()
 
 
 def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
@@ -104,7 +103,6 @@ def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
             store_what_is_compared(child, fake_mode)
-    module.recompile()
 
 
 def _put_behind(node: Node, operator: Any) -> None:

@@ -39,7 +39,6 @@ def by_rows(module: GraphModule, fake_mode: Any) -> None:
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_one_axis_after_the_other(module.graph, sums))
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def _sums(node: Node) -> AxisSums | None:

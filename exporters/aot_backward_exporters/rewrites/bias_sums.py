@@ -24,7 +24,6 @@ def split_bias_sums(module: GraphModule, fake_mode: Any) -> None:
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_sum(module.graph, node, *summands))
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def _is_matrix(value: Any) -> bool:

@@ -33,7 +33,6 @@ def by_cat(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
     if module.graph.find_nodes(op="call_function", target=aten.select_scatter.default):
         _rewrite(module.graph, fake_mode)
-    module.recompile()
 
 
 def _rewrite(graph: Graph, fake_mode: Any) -> None:

@@ -34,7 +34,6 @@ def by_channels(module: GraphModule, fake_mode: Any) -> None:
         if _is_served(args):
             with fake_mode:
                 _replace(node, args)
-    module.recompile()
 
 
 def _arguments(node: Node) -> dict[str, Any]:

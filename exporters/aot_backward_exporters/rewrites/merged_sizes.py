@@ -37,7 +37,6 @@ def split_merged_views(module: GraphModule, fake_mode: Any) -> None:
                 node.update_arg(0, call(module.graph, aten.clone.default, permuted, memory_format=torch.contiguous_format))
             if not producer.users:
                 erased |= erase(module.graph, producer, (*_VIEWS, aten.permute.default, aten.clone.default))
-    module.recompile()
 
 
 def _merge_after(module: GraphModule, node: Node) -> None:

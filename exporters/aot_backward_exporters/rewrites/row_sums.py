@@ -32,7 +32,6 @@ def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_scatter_add(module.graph, *operands))
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:

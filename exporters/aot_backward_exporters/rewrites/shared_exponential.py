@@ -44,7 +44,6 @@ def by_one(module: GraphModule, fake_mode: Any) -> None:
             module.graph.erase_node(node)
     if powers:
         module.graph.eliminate_dead_code()
-    module.recompile()
 
 
 def _scaled(node: Any) -> tuple[Node, float] | None:

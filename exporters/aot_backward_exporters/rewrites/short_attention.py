@@ -39,7 +39,6 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
             if _is_short(args) and (_has_backward(node, args) or args.get("logsumexp") in weights or _pays_alone(node, args)):
                 with fake_mode:
                     _replace(node, args, weights)
-    module.recompile()
 
 
 def _is_short(args: dict[str, Any]) -> bool:

@@ -45,7 +45,6 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
             if _is_plain(args) and (node.target is _FORWARD or _can_be_products(args)) and (max_rows := _most_rows(args)):
                 with fake_mode:
                     (_replace_forward if node.target is _FORWARD else _replace_backward)(node, args, max_rows, fake_mode)
-    module.recompile()
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -39,7 +39,6 @@ def by_exp(module: GraphModule, fake_mode: Any) -> None:
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_tanh(module.graph, node.args[0], value.dtype))
             module.graph.erase_node(node)
-    module.recompile()
 
 
 def _tanh(graph: Graph, operand: Any, dtype: torch.dtype) -> Node:
