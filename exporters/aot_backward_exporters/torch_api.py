@@ -111,6 +111,7 @@ _NAMES = {
     "V": "torch._inductor.virtualized",
     "SubgraphLowering": "torch._inductor.graph",
     "WhileLoop": "torch._inductor.ir",
+    "DtypePropagationOpsHandler": "torch._inductor.dtype_propagation",
     "SizeVarAllocator": "torch._inductor.sizevars",
     "fresh_cache": "torch._inductor.utils",
     "TracingContext": "torch._guards",

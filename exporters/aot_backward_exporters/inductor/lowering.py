@@ -106,6 +106,7 @@ def _lowered(
         torch_api.functorch_config.patch(unlift_effect_tokens=True),
         torch_api._compiling_state_context(),
         patches.sizes_left_open(),
+        patches.dtype_rules_made_once(),
         patches.exact_expm1(),
         patches.scatters_to_one_place(),
         patches.masked_indices_checked(),

@@ -82,6 +82,14 @@ def sizes_left_open() -> Iterator[None]:
         yield
 
 
+def dtype_rules_made_once() -> contextlib.AbstractContextManager[None]:
+    """Inductor (torch 2.13) has one object with the rules for dtypes, and fills it again for each operator of each loop: 0.2 ms, 4 % of the export of
+    a MobileNet's training step."""
+    rules = torch_api.DtypePropagationOpsHandler
+    rules()
+    return patched(rules, __init__=lambda self: None)
+
+
 def exact_expm1() -> contextlib.AbstractContextManager[None]:
     """Compile ``expm1`` to a call of the vector library, as in eager. Inductor writes exp(x) - 1, which is 0 for x = 1e-8."""
     return patched(torch_api.CppVecOverrides, expm1=staticmethod(lambda x: f"{x}.expm1()"))
