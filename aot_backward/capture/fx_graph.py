@@ -53,13 +53,13 @@ def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
     return out, nodes
 
 
-def call(graph: Graph, target: Any, *args: Any) -> Node:
+def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call with its fake value; for ``copy_`` this is the value of its target."""
-    node = graph.call_function(target, args)
+    node = graph.call_function(target, args, kwargs)
     if target is aten.copy_.default:
         node.meta["val"] = args[0].meta["val"]
     else:
-        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
     return node
 
 

@@ -52,16 +52,17 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
     module.graph.set_codegen(torch.fx.CodeGen())
     module.graph = torch_api.fx_graph_cse(module.graph)
     module.graph.eliminate_dead_code()
-    return torch.fx.GraphModule(module, _numbers_first(module.graph, len(gradients)))
+    return module
 
 
-def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
-    """Return the graph with scalars that depend only on numbers (bias corrections) computed first. Loops over parameters read them from memory.
+def numbers_first(module: torch.fx.GraphModule, gradients: int) -> torch.fx.GraphModule:
+    """Return ``module`` with scalars that depend only on numbers (bias corrections) computed first. Loops over parameters read them from memory.
 
     Otherwise the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient
     (the first ``gradients`` placeholders), so nothing is changed before everything has been allocated: if memory runs out, the state is still
     intact.
     """
+    graph = module.graph
     number_nodes: set[torch.fx.Node] = set()
     gradient_nodes = set(list(graph.find_nodes(op="placeholder"))[:gradients])
     for node in (n for n in graph.nodes if n not in gradient_nodes):
@@ -106,7 +107,7 @@ def _numbers_first(graph: torch.fx.Graph, gradients: int) -> torch.fx.Graph:
         if node in number_nodes:
             new_nodes[node] = _after(new_graph, false_node, new_nodes[node])
     new_graph.output(torch.fx.node.map_arg(next(iter(graph.find_nodes(op="output"))).args[0], lambda n: new_nodes[n]))
-    return new_graph
+    return torch.fx.GraphModule(module, new_graph)
 
 
 def false_after(graph: torch.fx.Graph, tensors: Sequence[torch.fx.Node]) -> torch.fx.Node | None:

@@ -30,7 +30,8 @@ from aot_backward_runtime.format.manifest import Interval, NumberSpec
 from aot_backward_runtime.optimizer_steps.interception import step_of
 
 from ..trace_environment import tracing
-from .hyperparameters import FIRST_NUMBER, LOW, with_tensors
+from .alike import Alike
+from .hyperparameters import FIRST_NUMBER, LOW, numbers_first, with_tensors
 from .optimizer_spec import OptimizerSpec, Settings, duplicate, single_tensor_form
 
 AVERAGE, AVERAGED = "ema", "n_averaged"
@@ -64,25 +65,17 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
     values = [n.value for n in about.numbers] + list(settings.numbers.values())
     symbols = [_symbol(env, f"number{i}", v) for i, v in enumerate(values)]
     with fake_mode:
-        slots = [torch.empty_strided(s.value.shape, s.value.stride(), dtype=s.value.dtype, device=s.value.device) for s in about.slots]
         vector = torch.empty(FIRST_NUMBER + len(values), dtype=torch.float64, device=parameters[0].device)
-        if settings.ema is not None:
-            slots += [*map(torch.empty_like, parameters), torch.empty((), dtype=torch.float64, device=parameters[0].device)]
-
-    def update(grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
-        return _update(about, settings, grads, params, states, first, numbers)
-
-    kind = type(about.optimizer).__qualname__
-    try:
-        with fake_mode, tracing(), torch.no_grad(), _min_and_max_of_tensors(type(about.optimizer)):
-            traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
-    except ExportError:
-        raise
-    except Exception as error:  # the optimizer's own code may raise anything
-        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {cause}") from error
+    alike, whole = Alike(about, gradients, parameters), None
+    if len(alike.spec.trained) < len(about.trained):
+        first = _traced(alike.spec, settings, alike.firsts(gradients), alike.firsts(parameters), vector, symbols, fake_mode)
+        with fake_mode, torch.no_grad():
+            inputs = [*gradients, *parameters, *_state(about, settings, parameters), vector]
+            whole = alike.for_all(first, inputs, averages=settings.ema is not None)
+    if whole is None:
+        whole = _traced(about, settings, gradients, parameters, vector, symbols, fake_mode)
     with fake_mode, torch.no_grad():
-        graph = with_tensors(traced, list(gradients), list(parameters), slots, vector)
+        graph = numbers_first(whole, len(gradients))
     allowed = tuple(
         NumberSpec(
             group=about.numbers[i].group if i < len(about.numbers) else -1,
@@ -97,6 +90,34 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
     reduced_precision = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
     reduced_precision = reduced_precision and not any(p.dtype in LOW for p in parameters)
     return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, reduced_precision, _in_place(graph, len(gradients)))
+
+
+def _traced(about: OptimizerSpec, settings: Settings, gradients: Any, parameters: Any, vector: Any, symbols: Any, fake_mode: Any) -> Any:
+    with fake_mode:
+        slots = _state(about, settings, parameters)
+
+    def update(grads: Any, params: Any, states: Any, first: Any, numbers: Any) -> Any:
+        return _update(about, settings, grads, params, states, first, numbers)
+
+    kind = type(about.optimizer).__qualname__
+    try:
+        with fake_mode, tracing(), torch.no_grad(), _min_and_max_of_tensors(type(about.optimizer)):
+            traced = make_fx(torch.func.functionalize(update, remove="mutations"))(list(gradients), list(parameters), slots, vector[1], symbols)
+    except ExportError:
+        raise
+    except Exception as error:  # the optimizer's own code may raise anything
+        cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(f"{kind}.step could not be traced: {type(error).__name__}: {cause}") from error
+    with fake_mode, torch.no_grad():
+        return with_tensors(traced, list(gradients), list(parameters), slots, vector)
+
+
+def _state(about: OptimizerSpec, settings: Settings, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors like the optimizer's state, and like the averages and their count."""
+    state = [torch.empty_strided(s.value.shape, s.value.stride(), dtype=s.value.dtype, device=s.value.device) for s in about.slots]
+    if settings.ema is not None:
+        state += [*map(torch.empty_like, parameters), torch.empty((), dtype=torch.float64, device=parameters[0].device)]
+    return state
 
 
 def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
