@@ -111,6 +111,8 @@ _NAMES = {
     "V": "torch._inductor.virtualized",
     "SubgraphLowering": "torch._inductor.graph",
     "WhileLoop": "torch._inductor.ir",
+    "KernelDefinitionLine": "torch._inductor.codegen.wrapper",
+    "inductor_ir": "torch._inductor.ir",  # the module itself
     "DtypePropagationOpsHandler": "torch._inductor.dtype_propagation",
     "SizeVarAllocator": "torch._inductor.sizevars",
     "fresh_cache": "torch._inductor.utils",
@@ -144,6 +146,7 @@ _MODULES = {
     "sympy_functions",
     "symbolic_shapes_config",
     "inductor_config",
+    "inductor_ir",
     "fake_impls",
     "functorch_config",
     "dynamo_config",

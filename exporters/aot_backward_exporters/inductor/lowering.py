@@ -18,7 +18,7 @@ from .. import torch_api
 from ..graph import Graph
 from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
-from . import graph_fixes, large_products, patches, selections
+from . import graph_fixes, large_products, patches, selections, updates
 from .cache_key import Canonical
 from .complex_numbers import complex_numbers_as_tensors
 from .loops import scans_as_loops
@@ -74,7 +74,7 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
 
 
 def _lowered(
-    graph: Graph, form: Canonical, folder: Path, fake_mode: Any, num_guards: int, built_for: Processor, *, open_sizes: bool
+    graph: Graph, form: Canonical, folder: Path, fake_mode: Any, num_guards: int, built_for: Processor, *, open_sizes: bool, update_calls: bool = True
 ) -> GeneratedCode:
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
@@ -92,32 +92,38 @@ def _lowered(
             if isinstance(each, torch.fx.GraphModule):
                 each.recompile()
         scans_as_loops(module, fake_mode)
+        calls_updates = update_calls and not graph.profiled and updates.as_calls(module, fake_mode)
     least_product = large_products.least(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with (
-        torch.no_grad(),
-        patches.torch_warnings_ignored(),
-        patches.missing_kernels_unlogged(),
-        V.set_aot_compilation(True),
-        config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
-        config.patch(torch_api.get_cpp_wrapper_config()),
-        config.patch({"emulate_precision_casts": rounds, "cpp.enable_kernel_profile": graph.profiled}),
-        V.set_fake_mode(fake_mode),
-        torch_api.functorch_config.patch(unlift_effect_tokens=True),
-        torch_api._compiling_state_context(),
-        patches.sizes_left_open(),
-        patches.dtype_rules_made_once(),
-        patches.exact_expm1(),
-        patches.scatters_to_one_place(),
-        patches.masked_indices_checked(),
-        patches.loop_results_kept(),
-        sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
-        patches.generating_for(built_for),
-        patches.donating(graph, fake_mode) as donates_inputs,
-    ):
-        compiled_graph = torch_api.compile_fx_inner(
-            module, inputs, static_input_idxs=[], is_inference=not donates_inputs, is_backward=donates_inputs, cpp_wrapper=True
-        )
+    try:
+        with (
+            torch.no_grad(),
+            patches.torch_warnings_ignored(),
+            patches.missing_kernels_unlogged(),
+            V.set_aot_compilation(True),
+            config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
+            config.patch(torch_api.get_cpp_wrapper_config()),
+            config.patch({"emulate_precision_casts": rounds, "cpp.enable_kernel_profile": graph.profiled}),
+            V.set_fake_mode(fake_mode),
+            torch_api.functorch_config.patch(unlift_effect_tokens=True),
+            torch_api._compiling_state_context(),
+            patches.sizes_left_open(),
+            patches.dtype_rules_made_once(),
+            patches.exact_expm1(),
+            patches.scatters_to_one_place(),
+            patches.masked_indices_checked(),
+            patches.loop_results_kept(),
+            sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
+            patches.generating_for(built_for),
+            patches.donating(graph, fake_mode) as donates_inputs,
+        ):
+            compiled_graph = torch_api.compile_fx_inner(
+                module, inputs, static_input_idxs=[], is_inference=not donates_inputs, is_backward=donates_inputs, cpp_wrapper=True
+            )
+    except torch_api.InductorError:
+        if not calls_updates:
+            raise
+        return _lowered(graph, form, folder, fake_mode, num_guards, built_for, open_sizes=open_sizes, update_calls=False)
     files = tuple(Path(f) for f in compiled_graph.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
     new_guards = [g.expr for g in fake_mode.shape_env.guards[num_guards:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
