@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 import aot_backward as ab
 from aot_backward.capture.step import alike
-from aot_backward_exporters.inductor import updates
+from aot_backward_exporters.inductor import lowering, updates
 from aot_backward_runtime import load
 
 from ..support.step_cases import Eager, assert_same_change, batch, everything
@@ -59,19 +59,31 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def traced_and_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
-    """Record how many parameters are traced of how many. Updates must become calls, unless the library is in the cache."""
-    seen: dict[str, list[Any]] = {"traced": [], "called": []}
-    made, as_calls = alike.Alike.__init__, updates.as_calls
+    """Record how many parameters are traced of how many, and whether their operators are repeated. Updates must become calls that Inductor compiles,
+    unless the library is in the cache."""
+    seen: dict[str, list[Any]] = {"traced": [], "repeated": [], "called": []}
+    made, for_all, as_calls, lowered = alike.Alike.__init__, alike.Alike.for_all, updates.as_calls, lowering._lowered
 
     def record(self: alike.Alike, spec: Any, *values: Any) -> None:
         made(self, spec, *values)
         seen["traced"].append((len(self.spec.trained), len(spec.trained)))
 
+    def repeated(*args: Any, **options: Any) -> Any:
+        module = for_all(*args, **options)
+        seen["repeated"].append(module is not None)
+        return module
+
     def called(*args: Any) -> bool:
         seen["called"].append(as_calls(*args))
         return bool(seen["called"][-1])
 
+    def only_with_calls(*args: Any, update_calls: bool = True, **options: Any) -> Any:
+        assert update_calls, "the graph is lowered again, without calls"
+        return lowered(*args, **options)
+
     monkeypatch.setattr(alike.Alike, "__init__", record)
+    monkeypatch.setattr(alike.Alike, "for_all", repeated)
+    monkeypatch.setattr(lowering, "_lowered", only_with_calls)
     monkeypatch.setattr(updates, "as_calls", called)
     monkeypatch.setattr(updates, "LEAST", 6)
     yield seen
@@ -93,6 +105,7 @@ def test_many_parameters_of_several_sizes(name: str, tmp_path: Path, traced_and_
     module = Deep()
     _trained_alike(module, [kind(groups(module), lr=0.01, **options) for _ in range(2)], tmp_path / "s.pt2")
     assert traced_and_called["traced"] == [(3, 23)]  # a vector, a matrix, and the float64 one
+    assert traced_and_called["repeated"] == [True]
 
 
 class Gates(nn.Module):
@@ -139,7 +152,7 @@ def test_a_norm_over_all_gradients_is_traced_whole(tmp_path: Path, traced_and_ca
         module, batch(0, ROWS), loss_fn=nn.functional.mse_loss, optimizer=torch.optim.AdamW(module.parameters()), path=tmp_path / "s.pt2",
         tune="none", clip_norm=0.1,
     )  # fmt: skip
-    assert load(path).step()(*batch(0, ROWS)).isfinite()
+    assert traced_and_called["repeated"] == [False] and load(path).step()(*batch(0, ROWS)).isfinite()
 
 
 class ByShape(torch.optim.SGD):

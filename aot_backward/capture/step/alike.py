@@ -17,7 +17,8 @@ from torch.fx.node import map_arg
 from ..fx_graph import call
 from .optimizer_spec import OptimizerSpec
 
-_ELEMENTWISE = (torch.ops.aten.clone.default, torch.ops.aten.copy.default, torch.ops.prims.convert_element_type.default)
+aten = torch.ops.aten
+_ELEMENTWISE = (aten.alias.default, aten.clone.default, aten.copy.default, torch.ops.prims.convert_element_type.default)
 """Element-wise operators without the tag."""
 
 
