@@ -577,6 +577,13 @@ def test_a_missing_compiler_is_an_export_error(cache: Path, tmp_path: Path) -> N
     assert "apt-get install g++" in message
 
 
+def test_code_for_avx512_uses_no_instructions_that_only_the_building_machine_has(tmp_path: Path) -> None:
+    """Inductor adds the flag for the first graph of a process alone, if the machine has the instructions."""
+    (tmp_path / "x.kernel.cpp").touch()
+    command = gcc._parse(f"g++ {tmp_path}/x.kernel.cpp -mavx512f -mavx512bf16 -c -o {tmp_path}/x.kernel.o")
+    assert "-mavx512f" in command.flags and "-mavx512bf16" not in command.flags
+
+
 def test_no_regular_expression_is_compiled(tmp_path: Path) -> None:
     """std::regex takes g++ 3 s. On the tests' torch, its one use is found and replaced."""
     cpp_source.write_patched_headers(tmp_path)

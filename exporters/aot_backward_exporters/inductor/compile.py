@@ -71,15 +71,11 @@ def compile_graphs(
     return _compiled(graphs, folder, fake_mode, target, progress)
 
 
-_OTHER_FLAGS = ("cpu:wasm", "cpu:avx512")
-"""Targets without shared parts, or where Inductor's flags for the first graph of a process differ from those for the others (torch 2.13)."""
-
-
 @contextlib.contextmanager
 def shared_parts_started(names: Sequence[str]) -> Iterator[None]:
     """If the compile cache is new, compile the parts that all libraries for these targets share while the caller captures its program: they take g++
     15 s of one core. The flags are those of a graph of one operator."""
-    processors = [processor(name) for name in names if name.startswith("cpu") and name not in _OTHER_FLAGS]
+    processors = [processor(name) for name in names if name.startswith("cpu") and name != "cpu:wasm"]
     if not is_new() or not processors:
         yield
         return

@@ -40,6 +40,8 @@ HERE = platform.machine()
 _CROSS = {wasm.MACHINE: ("em++", "emscripten")}
 """Compilers for machines for which GNU has none, and the Debian packages that have them."""
 _TORCH = "libtorch_cpu.so"
+_UNASKED = "-mavx512bf16"
+"""A flag that Inductor (torch 2.13) adds for the first graph of a process if this machine has these instructions; the target may lack them."""
 _LARGE = 100_000
 """Characters from which on a wrapper is compiled with -O1: the 430,000 of a BERT's training step in 3.2 s, with -O2 in 5.3. The code between the
 kernels then takes 1 % longer, which matters for calls of some µs, whose wrappers have 20,000 to 60,000."""
@@ -89,7 +91,7 @@ def _parse(line: str) -> Command:
     first_flag = next(i for i, a in enumerate(argv) if a.startswith("-"))
     files = [a for a in argv[:first_flag] if a.endswith((".cpp", ".S", ".o"))]
     output = argv.index("-o")
-    flags = [a for a in (*argv[first_flag:output], *argv[output + 2 :]) if a != "-c"]
+    flags = [a for a in (*argv[first_flag:output], *argv[output + 2 :]) if a not in ("-c", _UNASKED)]
     flags.append("-fsigned-zeros")  # eager keeps -0.0; Inductor passes -fno-signed-zeros
     sources = {_short(f): Path(f).read_text() for f in files if not f.endswith(".o")}
     return Command(tuple(argv[: first_flag - len(files)]), tuple(flags), sources)
