@@ -123,6 +123,7 @@ def _lowered(
     except torch_api.InductorError:
         if not calls_updates:
             raise
+        # Inductor may make several loops of an update. It is private code: the exports of a torch in which it differs still succeed, only slower.
         return _lowered(graph, form, folder, fake_mode, num_guards, built_for, open_sizes=open_sizes, update_calls=False)
     files = tuple(Path(f) for f in compiled_graph.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,33 +36,31 @@ UPDATE = torch.ops.aot_backward.update.default
 only in the graph that Inductor lowers."""
 
 
-@dataclass
 class _Update:
-    """Nodes that lead to nothing but ``copies`` of new values into tensors of one shape, in the order of the graph."""
+    """Nodes that lead to nothing but ``copies`` of new values into tensors of one shape, in the order of the graph. ``changed`` are these tensors,
+    ``read`` the others that it needs. An element of a vector is read from the vector."""
 
-    nodes: list[Node]
-    copies: list[Node]
-
-    def __post_init__(self) -> None:
-        """Find the tensors that it changes, those that it only reads, and its own nodes, among them the elements of vectors that it reads."""
-        self.changed: list[Node] = [copy.args[0] for copy in self.copies]  # type: ignore[misc]
-        inside = {*self.nodes, *self.changed}
-        outside = dict.fromkeys(n for node in (*self.nodes, *self.copies) for n in node.all_input_nodes if n not in inside)
+    def __init__(self, nodes: list[Node], copies: list[Node]) -> None:
+        self.nodes, self.copies = nodes, copies
+        self.changed: list[Node] = [copy.args[0] for copy in copies]  # type: ignore[misc]
+        inside = {*nodes, *self.changed}
+        outside = dict.fromkeys(n for node in (*nodes, *copies) for n in node.all_input_nodes if n not in inside)
         elements = [node for node in outside if node.target is aten.select.int and node.meta["val"].dim() == 0]
         self.vectors = {node.args[0] for node in elements}
-        self.inner = [*elements, *self.nodes]
+        self.inner = [*elements, *nodes]
         self.read: list[Node] = list(dict.fromkeys(n.args[0] if n in elements else n for n in outside))  # type: ignore[misc]
 
 
 def as_calls(module: GraphModule, fake_mode: Any) -> bool:
     """Replace updates that occur at least :data:`LEAST` times in ``module``. Return whether there are any."""
+    if not module.graph.find_nodes(op="placeholder"):
+        return False  # Inductor knows no dynamic size then; the update of accumulated gradients is such a graph
     alike: dict[Any, list[_Update]] = {}
     order = {node: number for number, node in enumerate(module.graph.nodes)}
     for update in _updates(module.graph, order):
         if _can_wait(update, order) and (key := _key(update)) is not None:
             alike.setdefault(key, []).append(update)
-    # Inductor knows no dynamic size in a graph without inputs, such as the update of accumulated gradients.
-    groups = [group for group in alike.values() if len(group) >= LEAST and module.graph.find_nodes(op="placeholder")]
+    groups = [group for group in alike.values() if len(group) >= LEAST]
     for number, updates in enumerate(groups):
         name = f"update_{number}"
         setattr(module, name, _body(updates[0], fake_mode))

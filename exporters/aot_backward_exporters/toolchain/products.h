@@ -44,9 +44,10 @@ void onednn_product(RAIIAtenTensorHandle& out, AtenTensorHandle x, AtenTensorHan
     out = RAIIAtenTensorHandle(computed);
 }
 
+enum class Library { mkl, onednn, onednn_unless_transposed };
+
 // On AMD's processors with AVX-512, MKL uses only half the width of their registers. Measured on Zen 4 with one and two threads, oneDNN makes
 // the gradients of an MLP of 1.9 million parameters 1.10 and 1.16 times as fast, and those of a BERT of 5.4 million 1.05 and 1.04 times.
-enum class Library { mkl, onednn, onednn_unless_transposed };
 Library faster_library() {
     static const Library chosen = [] {
         if (!aoti_torch_cpu__linear_pointwise || core_serves) return Library::mkl;

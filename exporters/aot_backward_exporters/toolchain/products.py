@@ -38,8 +38,9 @@ def source(wrapper: str, least: int) -> str:
             (owning.add if memory and (not reused or reused in owning) else owning.discard)(definition[1])
         call = _CALL.search(line)
         lines.append(line.replace(call[0], f"matrix_product({call[1]}, {call[2]});") if call and call[1] in owning else line)
+    text = _LOOP.sub(_with_packed_weights, "\n".join(lines))
     header = _HEADER.read_text().replace("LEAST_PRODUCT", str(least)).replace("LEAST_LOOP_WEIGHT", str(LEAST_LOOP_WEIGHT))
-    return f"{before}{header}{namespace}{_LOOP.sub(_with_packed_weights, chr(10).join(lines))}"
+    return f"{before}{header}{namespace}{text}"
 
 
 def _with_packed_weights(loop: re.Match[str]) -> str:
