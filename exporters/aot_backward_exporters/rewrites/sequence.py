@@ -18,6 +18,7 @@ from . import (
     small_convolution,
     tanh,
     variances,
+    wide_attention,
 )
 
 REWRITES = (
@@ -28,6 +29,7 @@ REWRITES = (
     row_sums.by_scatter_add,
     tanh.by_exp,
     shared_exponential.by_one,
+    wide_attention.in_float32,
     short_attention.by_products,
     joined_parts.by_cat,
     merged_sizes.split_merged_views,

@@ -42,8 +42,8 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _is_short(args: dict[str, Any]) -> bool:
-    """Return whether queries, keys and values are short float32 tensors with equal batch and heads. Half precision stays with the kernel, because
-    some processors have instructions for it. So does a scale that is not positive: the kernel applies it after the causal mask, which gives NaN."""
+    """Return whether queries, keys and values are short float32 tensors with equal batch and heads. A scale that is not positive stays with the
+    kernel, which applies it after the causal mask; this gives NaN."""
     is_true = torch_api.statically_known_true
     query, key = (args[name].meta["val"] for name in ("query", "key"))
     scale, depth = args["scale"], query.shape[3]
