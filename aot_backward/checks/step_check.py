@@ -65,7 +65,7 @@ class Case:
     names: dict[int, str]
     trained: tuple[str, ...]
     waiting: bool
-    reduced_precision: bool  # the optimizer computes in 16 bits: its results get that tolerance
+    reduced_precision: bool  # the program or the optimizer computes in 16 bits somewhere, whatever the dtype of the results
 
 
 @dataclass

@@ -16,8 +16,8 @@ e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the larges
 tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by which t itself moves if its inputs are perturbed. So a
 result may be four times as far from float64 as eager. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A
 gradient that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel,
-s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a result compared with eager has
-at least bfloat16's r, a loss at least 1e-2, and a change bfloat16's r in addition. Norms skip elements that are not finite.
+s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a change and a result compared
+with eager have at least bfloat16's r, a loss and a result compared with float64 at least 1e-2. Norms skip elements that are not finite.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
 """‖a − e‖ / ‖e‖ allowed if the reference is eager itself: both are rounded, each in its own order. The values are guesses;
 docs/checks.md documents them."""
+_OF_16_BITS = 1e-2
+"""Allowed of a float32 result that is computed in bfloat16 somewhere, whose numbers have 3 digits. Eager may be right by chance: a GPT-2's loss
+under autocast, 8.3, was 2e-4 from float64's in eager, and 2e-3 in compiled code."""
 
 _PIECE = 1 << 20  # elements in double precision at a time: bounds the memory of a comparison; a guess
 
@@ -72,7 +75,8 @@ class Tolerance:
         """Return the tolerance of an output, a gradient or a buffer. ``largest``: the norm of the largest gradient."""
         if eager_error is None:
             return cls(max(RELATIVE[dtype], RELATIVE[torch.bfloat16] if reduced_precision else 0.0), 1e-3 * largest)
-        return cls(32 * torch.finfo(dtype).eps, 0.1 * largest, 4 * eager_error + 8 * moved)
+        relative = max(32 * torch.finfo(dtype).eps, _OF_16_BITS if reduced_precision else 0.0)
+        return cls(relative, 0.1 * largest, 4 * eager_error + 8 * moved)
 
     @classmethod
     def of_graph_result(cls, dtype: torch.dtype, largest: float, coarsest: float) -> Tolerance:
@@ -82,14 +86,14 @@ class Tolerance:
     @classmethod
     def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, reduced_precision: bool) -> Tolerance:
         """Return the tolerance of the loss of one of several training steps."""
-        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, 1e-2 if reduced_precision else 0.0)
+        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, _OF_16_BITS if reduced_precision else 0.0)
         return cls(relative, 1e-3, 4 * (eager_error or 0.0))
 
     @classmethod
     def of_change(cls, dtype: torch.dtype, stored: float, eager_error: float | None, moved: float, *, reduced_precision: bool) -> Tolerance:
         """Return the tolerance of the change that training steps make to a tensor with norm ``stored`` afterwards."""
         eps = torch.finfo(dtype).eps
-        relative = (RELATIVE[dtype] if eager_error is None else 16 * eps) + (RELATIVE[torch.bfloat16] if reduced_precision else 0.0)
+        relative = max(RELATIVE[dtype] if eager_error is None else 16 * eps, RELATIVE[torch.bfloat16] if reduced_precision else 0.0)
         return cls(relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved)
 
 

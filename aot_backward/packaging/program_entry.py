@@ -12,6 +12,7 @@ from torch import nn
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.sixteen_bits import computes_in_16_bits
 from aot_backward_runtime.entries.layers import layers_of
 from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
@@ -82,7 +83,8 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
             else:
                 wrt = tuple(_by_number(targets or [], joint, weights))
                 candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, submodules)]
-            check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, any(map(_computes_in_16_bits, candidates[0].graphs)))
+            reduced_precision = any(computes_in_16_bits(graph.module) for graph in candidates[0].graphs)
+            check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, reduced_precision)
             label = f"{name} variant {i}" if len(pending) > 1 else name
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, check_case.wrt), example)
             case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint)
@@ -209,8 +211,3 @@ def _by_number(targets: Names, joint: Joint, weights: Weights) -> Iterator[tuple
         first.setdefault(key, name)
     for kind, name in targets:
         yield (kind, first[weights[name][0]]) if kind == "parameter" else (kind, joint.input_names.index(name))
-
-
-def _computes_in_16_bits(graph: Graph) -> bool:
-    values = (node.meta.get("val") for node in graph.module.graph.nodes)
-    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.float16, torch.bfloat16) for v in values)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from aot_backward_exporters.graph import Graph
+from aot_backward_exporters.sixteen_bits import computes_in_16_bits
 from aot_backward_runtime.entries.named_tensors import state_of
 from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpec, VariantSpec, Verdict
@@ -111,9 +112,8 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         training=entry.module.training,
         step=step_state.spec,
     )
-    case = step_check.Case(
-        program, entry.optimizer, settings, names, step_state.optimized.trained, bool(step_state.gradients), update.reduced_precision
-    )
+    reduced_precision = update.reduced_precision or any(computes_in_16_bits(graph.module) for _, graphs, _ in captures for graph in graphs)
+    case = step_check.Case(program, entry.optimizer, settings, names, step_state.optimized.trained, bool(step_state.gradients), reduced_precision)
     timed_spec = _timed(contents, name, spec, case, captures)
 
     def check(load: Callable[[], Package], i: int, variant: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:

@@ -70,6 +70,11 @@ def is_in_16_bits(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in DTYPES
 
 
+def computes_in_16_bits(graph: GraphModule) -> bool:
+    """Return whether any value of ``graph`` is a tensor in bfloat16 or float16."""
+    return any(map(is_in_16_bits, graph.graph.nodes))
+
+
 def _casts(node: Node) -> bool:
     return node.target in (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 

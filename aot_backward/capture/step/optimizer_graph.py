@@ -87,8 +87,7 @@ def trace(about: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
         for i in range(len(values))
     )
     sixteen_bits.mark_all_rounded(graph)
-    reduced_precision = any(v.dtype in LOW for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    reduced_precision = reduced_precision and not any(p.dtype in LOW for p in parameters)
+    reduced_precision = sixteen_bits.computes_in_16_bits(graph) and not any(p.dtype in LOW for p in parameters)
     return Update(graph, allowed, settings.clip_norm is not None, settings.skip_nonfinite, reduced_precision, _in_place(graph, len(gradients)))
 
 
