@@ -26,6 +26,19 @@ class _Output(nn.Module):
         return out[:, -1] if out.dim() == 3 else out  # a language model's next token
 
 
+class Autocast(nn.Module):
+    """The model under autocast to bfloat16, with float32 results."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: torch.Tensor = self.model(*args)
+        return out.float()
+
+
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
@@ -172,6 +185,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "unet": (lambda: _UNet(False), _images(4, 64)),
     "unet-attention": (lambda: _UNet(True), _images(4, 64)),
 }
+AUTOCAST = {f"{name}-bf16": name for name in ("mlp", "bert", "gpt2", "vit")}
+"""Models that are measured under autocast too."""
 OPEN = {"gru": {1: torch.export.Dim("time", min=2, max=512)}}
 """Dimensions of the first argument that are dynamic in the exports; the other models are exported for one size."""
 
@@ -179,8 +194,10 @@ OPEN = {"gru": {1: torch.export.Dim("time", min=2, max=512)}}
 def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor]:
     """The model in training mode, its arguments and the classes: the same each time."""
     torch.manual_seed(7)
-    build, batch = MODELS[name]
+    build, batch = MODELS[AUTOCAST.get(name, name)]
     model = build().train()
+    if name in AUTOCAST:
+        model = Autocast(model)
     torch.manual_seed(1)
     args, classes = batch()
     return model, args, classes

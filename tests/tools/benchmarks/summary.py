@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from . import doors, sizes
+from . import doors, real_models, sizes
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 _NAMES = {"lstm": "an LSTM", "gru": "a GRU", "graph": "a graph network"}
@@ -48,7 +48,7 @@ def lines(docs: Path) -> str:
     mean = means(docs)
     models, counts = {r["model"] for r in found["data"]}, [r["parameters"] for r in found["data"]]
     of = f"{len(models)} small models, {min(counts)} to {max(counts):,} parameters"
-    rows = newest(docs, "sizes")[1]["data"]
+    rows = [row for row in newest(docs, "sizes")[1]["data"] if row["model"] not in real_models.AUTOCAST]
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
     every = [(ratio, f"`{kind}` of {_NAMES.get(row['model'], row['model'])}") for row in rows for kind, ratio in sizes.ratios(row).items()]
     (least, slowest), (most, fastest) = min(every), max(every)
