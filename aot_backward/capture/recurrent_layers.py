@@ -2,7 +2,8 @@
 
 PyTorch's decomposition of ``LSTM``, ``GRU`` and ``RNN`` repeats the cell for each step: the code grows with the length, which must be static. Here
 one layer in one direction is one ``scan`` in the forward and one in the backward. The loops hold only what depends on the step before: the product
-with ``weight_hh`` and the gates. The gradients of the weights and of the input are one product each, over all steps, after the loop.
+with ``weight_hh`` and the gates. The gradients of the weights and of the input are one product each, over all steps, after the loop. Layers in 16
+bits, under autocast too, compute in float32 and round their results; eager rounds after each step.
 
 Shapes: T steps, B rows, H hidden units, G gates (4 H in an LSTM, 3 H in a GRU, H in an RNN). P, the size of the hidden state, is H without
 projections. The order of the gates is that of ``torch.nn``: input, forget, cell, output; reset, update, new.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from aot_backward_exporters import torch_api
+from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_runtime.errors import ExportError
 
 LONGEST_UNROLLED = 10
@@ -172,6 +173,11 @@ def lstm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``one_layer_lstm`` of ``torch._decomp``: one layer in one direction."""
 
     def layer(inp: Tensor, hidden: Any, params: Any, has_biases: bool, reverse: bool = False) -> Any:
+        if _in_16_bits(inp):
+            low, projected = _low(inp), len(params) in (3, 5)
+            with torch.autocast("cpu", enabled=False):
+                out, (h, c) = layer(inp.float(), [t.float() for t in hidden], [p.float() for p in params], has_biases, reverse)
+            return out.to(low), (h.to(low), c.to(torch.promote_types(low, hidden[1].dtype) if projected else low))
         if _unrolled(inp):
             return original(inp, hidden, params, has_biases, reverse)
         weight_ih, weight_hh, *rest = params
@@ -186,6 +192,12 @@ def rnn(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``one_layer_rnn`` of ``torch._decomp``, which is for GRU and RNN. ``hidden_fn``: torch's cell."""
 
     def layer(inp: Tensor, hidden: Tensor, params: Any, has_biases: bool, hidden_fn: Any, reverse: bool = False) -> Any:
+        if _in_16_bits(inp):
+            is_gru = hidden_fn is torch_api.decompositions.gru_cell
+            dtype = torch.promote_types(_low(inp), hidden.dtype) if is_gru else _low(inp)
+            with torch.autocast("cpu", enabled=False):
+                results = layer(inp.float(), hidden.float(), [p.float() for p in params], has_biases, hidden_fn, reverse)
+            return tuple(result.to(dtype) for result in results)
         if _unrolled(inp):
             return original(inp, hidden, params, has_biases, hidden_fn, reverse)
         weight_ih, weight_hh, *biases = params
@@ -197,11 +209,20 @@ def rnn(original: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
+def _in_16_bits(inp: Tensor) -> bool:
+    """Return whether eager computes the layer in bfloat16 or float16. The loops compute it in float32, and round the results."""
+    return inp.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or inp.dtype in sixteen_bits.DTYPES) and inp.dtype != torch.float64
+
+
+def _low(inp: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else inp.dtype
+
+
 def _unrolled(inp: Tensor) -> bool:
     if not torch_api.at_least("2.13") or inp.device.type != "cpu" or inp.dtype not in (torch.float32, torch.float64):
         return True  # before 2.13 the body of a loop gets the wrong inputs
-    if torch.is_autocast_enabled("cpu") or torch_api.is_transformed():
-        return True  # the loops are for gradients by autograd.Function, in one dtype
+    if torch_api.is_transformed():
+        return True  # the loops are for gradients by autograd.Function
     return not isinstance(inp.shape[0], torch.SymInt) and inp.shape[0] <= LONGEST_UNROLLED
 
 

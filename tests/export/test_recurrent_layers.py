@@ -148,8 +148,39 @@ def test_gradients_of_gradients(tmp_path: Path) -> None:
         ab.export_module(module, values, dynamic_shapes=sizes(), path=path, order=2)
 
 
+class In16Bits(nn.Module):
+    """Layers under autocast, of float32 and bfloat16 inputs, and a layer in bfloat16, with all their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({name: LAYERS[name]() for name in ("lstm", "gru_of_two", "tanh", "lstm_both_ways_with_projections")})
+        self.low = nn.GRU(INPUT, HIDDEN).bfloat16()
+
+    def forward(self, x: Tensor) -> list[Any]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = [net(t) for net in self.net.values() for t in (x, x.bfloat16())]
+        return [*out, self.low(x.bfloat16())]
+
+
+def test_dtypes_and_a_dynamic_length_in_16_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, (x, _) = In16Bits(), inputs(14, 3)
+    path = ab.export_module(module, (x,), dynamic_shapes=({0: Dim("length", min=2)},), path=tmp_path / "net.pt2", tune="none")
+    loaded = load(path).module()
+    for length in (2, 33):
+        found = []
+        for net in (module, loaded):
+            x = torch.randn(length, 3, INPUT, generator=torch.Generator().manual_seed(length)).requires_grad_()
+            out = pytree.tree_leaves(net(x))
+            gradients = torch.autograd.grad(sum(o.float().cos().sum() for o in out), [x, *net.parameters()])
+            found.append([*out, *gradients])
+        for expected, ours in zip(*found, strict=True):
+            assert ours.dtype == expected.dtype
+            assert float((ours - expected).detach().float().norm()) <= 3e-2 * float(expected.detach().float().norm())
+
+
 class Transformed(nn.Module):
-    """Transforms of torch.func and autocast, for which the layer is unrolled."""
+    """Transforms of torch.func, for which the layer is unrolled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,12 +190,10 @@ class Transformed(nn.Module):
         def f(x: Tensor) -> Tensor:
             return self.net(x)[0].square().sum()
 
-        with torch.autocast("cpu", torch.bfloat16):
-            low = self.net(x)[0].float()
-        return torch.func.grad(f)(x), torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], low
+        return torch.func.grad(f)(x), torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
 
 
-def test_under_transforms_and_autocast(tmp_path: Path) -> None:
+def test_under_transforms(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, (x, _) = Transformed(), inputs(LONGEST_UNROLLED + 1, 2)
     ab.export_module(module, (x,), path=tmp_path / "net.pt2")  # compares with eager
