@@ -110,7 +110,7 @@ def rounding_as_kernels(table: dict[Any, Decomposition]) -> dict[Any, Decomposit
 
 def _chosen_by_dtype(by_dtype: dict[torch.dtype, Decomposition], fallback: Decomposition | None) -> Decomposition:
     def decomposition(*args: Any, **kwargs: Any) -> Any:
-        dtypes = {a.dtype for a in args if isinstance(a, torch.Tensor)}
+        dtypes = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
         if len(dtypes) == 1 and (function := by_dtype.get(next(iter(dtypes)))) is not None:
             result = function(*args, **kwargs)
             if result is not NotImplemented:
@@ -222,6 +222,10 @@ def _sigmoid_backward(grad_output: torch.Tensor, output: torch.Tensor) -> torch.
     return grad_output * (1 - output) * output
 
 
+def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    return x.float().index_add(dim, index, source.float(), alpha=alpha).to(x.dtype)
+
+
 _BOTH: dict[Any, Decomposition] = {
     aten.mse_loss.default: _mse_loss,
     aten.soft_margin_loss.default: _soft_margin_loss,
@@ -236,6 +240,7 @@ _BOTH: dict[Any, Decomposition] = {
     aten.div.Tensor_mode: _quotient,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.threshold_backward.default: _threshold_backward,
+    aten.index_add.default: _index_add,  # the kernel rounds each sum; Inductor's call of bfloat16's kernel fails (torch 2.13)
 }
 _OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTYPES, decomposition) for operator, decomposition in _BOTH.items()} | {
     aten.huber_loss.default: {torch.bfloat16: _huber_loss},

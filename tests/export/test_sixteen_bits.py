@@ -219,3 +219,18 @@ def test_a_step_under_autocast_where_eager_is_near_float64_by_chance(tmp_path: P
     model, batch = Mixed(), (torch.randn(64, 32), torch.randint(10, (64,)))
     path = ab.export_step(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), path=tmp_path / "step.pt2", tune="none")
     torch.testing.assert_close(load(path).step()(*batch), model(*batch).detach(), rtol=1e-2, atol=0)
+
+
+def added(x: Tensor, source: Tensor, index: Tensor) -> list[Tensor]:
+    return [x.index_add(0, index, source), x.t().index_add(1, index, source.t(), alpha=2.5), (x * 1).index_add_(0, index, source, alpha=-2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_index_add(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As in a graph network under autocast. Eager rounds after each sum."""
+    x, source, index = torch.randn(10, 8).to(dtype), torch.randn(300, 8).to(dtype), torch.randint(10, (300,))
+    function = load(ab.export_function(added, (x, source, index), path=tmp_path / "added.pt2", tune="none")).function()
+    exact = added(x.double(), source.double(), index)
+    for ours, t in zip(function(x, source, index), exact, strict=True):
+        assert torch.equal(ours, t.to(dtype)) or float((ours - t).norm()) <= 2 * torch.finfo(dtype).eps * float(t.norm())
+        assert ours.dtype == dtype
