@@ -16,8 +16,8 @@ e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the larges
 tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by which t itself moves if its inputs are perturbed. So a
 result may be four times as far from float64 as eager. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A
 gradient that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel,
-s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a change and a result compared
-with eager have at least bfloat16's r, a loss and a result compared with float64 at least 1e-2. Norms skip elements that are not finite.
+s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a change, and a result or loss
+compared with eager, have at least bfloat16's r; a result or loss compared with float64 has at least 1e-2. Norms skip elements that are not finite.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Tolerance:
     @classmethod
     def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, reduced_precision: bool) -> Tolerance:
         """Return the tolerance of the loss of one of several training steps."""
-        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, _OF_16_BITS if reduced_precision else 0.0)
+        least = RELATIVE[torch.bfloat16] if eager_error is None else _OF_16_BITS
+        relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, least if reduced_precision else 0.0)
         return cls(relative, 1e-3, 4 * (eager_error or 0.0))
 
     @classmethod
