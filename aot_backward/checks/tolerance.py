@@ -17,7 +17,8 @@ tensor after the step, which is stored with a rounding error of eps·‖p‖, an
 result may be four times as far from float64 as eager. An ill-conditioned program (BatchNorm over two rows) is not measured by eager's luck. A
 gradient that is truly zero (a bias before BatchNorm) is not compared noise with noise. For a single number, which may be a sum of terms that cancel,
 s is computed differently (``eager_check.py``). If a program computes in 16 bits somewhere (``reduced_precision``), a change, and a result or loss
-compared with eager, have at least bfloat16's r; a result or loss compared with float64 has at least 1e-2. Norms skip elements that are not finite.
+compared with eager, have at least bfloat16's r; compared with float64, a result has at least 4e-3, and a loss 1e-2. Norms skip elements that are not
+finite.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
 """‖a − e‖ / ‖e‖ allowed if the reference is eager itself: both are rounded, each in its own order. The values are guesses;
 docs/checks.md documents them."""
-_OF_16_BITS = 1e-2
-"""Allowed of a float32 result that is computed in bfloat16 somewhere, whose numbers have 3 digits. Eager may be right by chance: a GPT-2's loss
-under autocast, 8.3, was 2e-4 from float64's in eager, and 2e-3 in compiled code."""
+_OF_16_BITS = 4e-3
+"""Allowed of a float32 result that is computed in bfloat16 somewhere: half of bfloat16's eps. Eager may be right by chance: a GPT-2's loss under
+autocast, 8.3, was 2e-4 from float64's in eager, and 2e-3 in compiled code."""
 
 _PIECE = 1 << 20  # elements in double precision at a time: bounds the memory of a comparison; a guess
 
@@ -86,7 +87,7 @@ class Tolerance:
     @classmethod
     def of_loss(cls, dtype: torch.dtype, eager_error: float | None, *, reduced_precision: bool) -> Tolerance:
         """Return the tolerance of the loss of one of several training steps."""
-        least = RELATIVE[torch.bfloat16] if eager_error is None else _OF_16_BITS
+        least = RELATIVE[torch.bfloat16] if eager_error is None else 1e-2
         relative = max(16 * torch.finfo(dtype).eps, 2e-4 if eager_error is None else 1e-5, least if reduced_precision else 0.0)
         return cls(relative, 1e-3, 4 * (eager_error or 0.0))
 
