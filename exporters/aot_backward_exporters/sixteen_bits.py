@@ -105,6 +105,10 @@ def rounding_as_kernels(table: dict[Any, Decomposition]) -> dict[Any, Decomposit
     for operator in _IN_FLOAT32:
         decomposition = _in_float32(table[operator])
         out[operator] = _chosen_by_dtype(dict.fromkeys(DTYPES, decomposition), table[operator])
+    for packet in _NORMALIZATIONS:
+        for overload in packet.overloads():
+            if (operator := getattr(packet, overload)) in table:
+                out[operator] = _with_wide_statistics(table[operator])
     return out
 
 
@@ -124,6 +128,20 @@ def _in_float32(decomposition: Decomposition) -> Decomposition:
     def wide(*args: Any, **kwargs: Any) -> Any:
         dtype = args[0].dtype
         return decomposition(*(a.float() if isinstance(a, torch.Tensor) else a for a in args), **kwargs).to(dtype)
+
+    return wide
+
+
+def _with_wide_statistics(decomposition: Decomposition) -> Decomposition:
+    """Save mean and deviation of a 16-bit input for the backward in the dtype of its float32 weights, as kernels do on a CPU. torch's decompositions
+    round them to the input's dtype, and gradients of a network with batch normalization are off by several percent."""
+
+    def wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_mixed = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in args)
+        if x.device.type != "cpu" or x.dtype not in DTYPES or not is_mixed:
+            return decomposition(x, *args, **kwargs)
+        out, *statistics = decomposition(x.float(), *args, **kwargs)
+        return out.to(x.dtype), *statistics
 
     return wide
 
@@ -248,5 +266,10 @@ _OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTY
     aten.smooth_l1_loss.default: {torch.float16: _smooth_l1_loss},
     aten.sigmoid_backward.default: {torch.float16: _sigmoid_backward},
 }
+
+_NORMALIZATIONS = (
+    aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training, aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten._batch_norm_no_update,
+)  # fmt: skip
 
 _IN_FLOAT32 = (aten.lerp.Scalar, aten.lerp.Tensor, aten.round.decimals)
