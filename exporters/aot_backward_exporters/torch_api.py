@@ -124,6 +124,7 @@ _NAMES = {
     "lowering": "torch._inductor.lowering",  # the module itself
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
     "CppKernel": "torch._inductor.codegen.cpp",
+    "CppOverrides": "torch._inductor.codegen.cpp",
     "CppVecKernel": "torch._inductor.codegen.cpp",
     "CppVecOverrides": "torch._inductor.codegen.cpp",
     "get_cpp_compiler": "torch._inductor.cpp_builder",
