@@ -98,8 +98,8 @@ def exact_expm1() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def values_rounded_once() -> Iterator[None]:
-    """Do not round a 16-bit value that was only converted to float32. Inductor (torch 2.13) rounds after each operator what
-    ``emulate_precision_casts`` or a call of ``rounded`` did, and again to store it: a MobileNet's gradients under autocast took 1.4 times as long."""
+    """Do not round a 16-bit value again that was only converted to float32. Inductor (torch 2.13) rounds for ``emulate_precision_casts``, for a call
+    of ``rounded``, and to store it: a MobileNet's gradients under autocast took 161 ms instead of 142."""
 
     def noting(original: Any) -> Any:
         def to_dtype(x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True) -> Any:
