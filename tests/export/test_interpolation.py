@@ -18,6 +18,8 @@ from aot_backward_exporters.rewrites.axis_sums import by_rows
 from aot_backward_exporters.rewrites.row_sums import by_scatter_add
 from aot_backward_runtime import load
 
+from ..support import rewriting
+
 KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"
 NAMES = ["line", "image", "last", "volume", "half", "table"]
 aten = torch.ops.aten
@@ -104,11 +106,7 @@ def test_a_scale_that_is_not_the_sizes_reads_nothing_past_the_end() -> None:
 
 def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
     graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
-    fake_mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
-    by_rows(graph, fake_mode)
-    by_scatter_add(graph, fake_mode)
-    graph.graph.lint()
-    return graph
+    return rewriting.rewritten(graph, by_rows, by_scatter_add)
 
 
 def put(to: Tensor, values: Tensor, *indices: Tensor | None) -> Tensor:

@@ -15,6 +15,8 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.joined_parts import by_cat
 from aot_backward_runtime import load
 
+from ..support import rewriting
+
 aten = torch.ops.aten
 
 
@@ -75,8 +77,7 @@ def test_sums_of_all_parts_are_joined(case: str) -> None:
     torch.manual_seed(0)
     arguments = [torch.randn(3, 3) for _ in range(3)]
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
-    by_cat(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
+    rewriting.rewritten(graph, by_cat)
     assert [node.target for node in graph.graph.nodes].count(aten.cat.default) == found
     assert torch.equal(graph(*arguments), function(*arguments))  # bit for bit: no addition changes its place
 
@@ -93,5 +94,5 @@ def test_long_and_doubled_sums_take_no_long_time() -> None:
         return x
 
     graph = torch_api.make_fx(doubled, tracing_mode="fake")(torch.zeros(2))
-    by_cat(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+    rewriting.rewritten(graph, by_cat)
     assert torch.equal(graph(torch.zeros(2)), torch.zeros(3, 2))

@@ -17,6 +17,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.max_pooling import by_channels
 from aot_backward_runtime import load
 
+from ..support import rewriting
 from ..support.oracle import assert_same, run
 
 POOL = torch.ops.aten.max_pool2d_with_indices.default
@@ -26,9 +27,7 @@ RANDOM = torch.Generator().manual_seed(0)
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
     """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
-    by_channels(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
-    return graph
+    return rewriting.rewritten(graph, by_channels)
 
 
 def kernels(graph: torch.fx.GraphModule) -> int:

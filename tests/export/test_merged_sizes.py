@@ -15,6 +15,8 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.merged_sizes import split_merged_views
 from aot_backward_runtime import load
 
+from ..support import rewriting
+
 aten = torch.ops.aten
 
 
@@ -63,8 +65,7 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
     fake = next(iter(graph.graph.nodes)).meta["val"]
     guards = len(fake.fake_mode.shape_env.guards)
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
-        split_merged_views(graph, fake.fake_mode)
-    graph.graph.lint()
+        rewriting.rewritten(graph, split_merged_views)
     assert len(fake.fake_mode.shape_env.guards) == guards
     assert ([node.target for node in graph.graph.nodes].count(aten.view.default) < before.count(aten.view.default)) == found
     for n in (5, 1, 2):
@@ -75,8 +76,7 @@ def test_merged_sizes_are_taken_apart(case: str) -> None:
 def beside_each_other(function: Any, *given: Tensor) -> tuple[int, Tensor]:
     """Return the dimensions that the ``cat`` of ``function`` joins after the pass, and the result."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*given)
-    split_merged_views(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
+    rewriting.rewritten(graph, split_merged_views)
     (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
     return cat.args[0][0].meta["val"].dim(), graph(*given)
 

@@ -16,6 +16,8 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.row_sums import by_scatter_add
 from aot_backward_runtime import ExecutionError, load
 
+from ..support import rewriting
+
 NAMES = ["table", "line", "cube", "half", "added"]
 KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"
 aten = torch.ops.aten
@@ -86,10 +88,7 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
 def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
     """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
-    fake_mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
-    by_scatter_add(graph, fake_mode)
-    graph.graph.lint()
-    return graph
+    return rewriting.rewritten(graph, by_scatter_add)
 
 
 def put(to: Tensor, index: Tensor, rows: Tensor) -> Tensor:

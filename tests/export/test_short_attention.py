@@ -17,6 +17,8 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.short_attention import by_products
 from aot_backward_runtime import load
 
+from ..support import rewriting
+
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(0)
 FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -48,9 +50,7 @@ def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: 
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
     """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
-    by_products(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
-    return graph
+    return rewriting.rewritten(graph, by_products)
 
 
 def kernels(graph: torch.fx.GraphModule) -> int:

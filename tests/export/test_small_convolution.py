@@ -17,6 +17,7 @@ from aot_backward_exporters.rewrites.sequence import rewrite
 from aot_backward_exporters.rewrites.small_convolution import by_products
 from aot_backward_runtime import load
 
+from ..support import rewriting
 from ..support.oracle import assert_same, run
 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
@@ -26,9 +27,7 @@ RANDOM = torch.Generator().manual_seed(0)
 def rewritten(function: Any, *arguments: Any) -> torch.fx.GraphModule:
     """Return the graph that Inductor gets for ``function`` after the pass."""
     graph = torch_api.make_fx(lambda *given: function(*given), tracing_mode="fake")(*arguments)
-    by_products(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
-    return graph
+    return rewriting.rewritten(graph, by_products)
 
 
 def kernels(graph: torch.fx.GraphModule) -> int:

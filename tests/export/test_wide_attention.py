@@ -16,6 +16,7 @@ from aot_backward_exporters import torch_api
 from aot_backward_exporters.rewrites.wide_attention import in_float32
 from aot_backward_runtime import load
 
+from ..support import rewriting
 from .test_short_attention import BACKWARD, FORWARD, heads, masked
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -52,8 +53,7 @@ def test_float32_gives_what_the_kernel_gives(case: str, dtype: torch.dtype) -> N
 
     arguments = [*tensors, *([] if mask is None else [mask])]
     graph = torch_api.make_fx(function, tracing_mode="fake")(*arguments)
-    in_float32(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
-    graph.graph.lint()
+    rewriting.rewritten(graph, in_float32)
     assert in_16_bits(graph) == ([FORWARD] if dtype is BF16 else [])
     expected, ours = function(*arguments), graph(*arguments)
     exact = forward_and_backward([t.double() for t in tensors], causal, None if mask is None else mask.double(), scale)
@@ -70,7 +70,7 @@ def test_a_long_backward_in_bfloat16_stays(length: int, depth: int, gains: bool)
         q, k, v, grad = (heads(length, rows=1, count=1, depth=depth, dtype=dtype) for _ in range(4))
         out, sums = FORWARD(q, k, v)
         graph = torch_api.make_fx(lambda *given: BACKWARD(*given, 0.0, False), tracing_mode="fake")(grad, q, k, v, out, sums)
-        in_float32(graph, next(iter(graph.graph.nodes)).meta["val"].fake_mode)
+        rewriting.rewritten(graph, in_float32)
         assert in_16_bits(graph) == ([] if gains or dtype is F16 else [BACKWARD])
 
 
