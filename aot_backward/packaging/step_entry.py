@@ -112,7 +112,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         training=entry.module.training,
         step=step_state.spec,
     )
-    reduced_precision = update.reduced_precision or any(computes_in_16_bits(graph.module) for _, graphs, _ in captures for graph in graphs)
+    reduced_precision = any(computes_in_16_bits(graph.module) for _, graphs, _ in captures for graph in graphs)
     case = step_check.Case(program, entry.optimizer, settings, names, step_state.optimized.trained, bool(step_state.gradients), reduced_precision)
     timed_spec = _timed(contents, name, spec, case, captures)
 

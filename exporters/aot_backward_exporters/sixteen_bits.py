@@ -269,7 +269,7 @@ _OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTY
 
 _NORMALIZATIONS = (
     aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
-    aten._native_batch_norm_legit_no_training, aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten._batch_norm_no_update,
+    aten._batch_norm_with_update, aten._batch_norm_with_update_functional,
 )  # fmt: skip
 
 _IN_FLOAT32 = (aten.lerp.Scalar, aten.lerp.Tensor, aten.round.decimals)

@@ -26,7 +26,7 @@ class _Output(nn.Module):
         return out[:, -1] if out.dim() == 3 else out  # a language model's next token
 
 
-class Autocast(nn.Module):
+class _Autocast(nn.Module):
     """The model under autocast to bfloat16, with float32 results."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -197,7 +197,7 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...], torch.Tensor]:
     build, batch = MODELS[AUTOCAST.get(name, name)]
     model = build().train()
     if name in AUTOCAST:
-        model = Autocast(model)
+        model = _Autocast(model)
     torch.manual_seed(1)
     args, classes = batch()
     return model, args, classes
