@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import http.server
 import json
 import os
 import re
@@ -12,8 +11,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from aot_backward_runtime import load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import standalone_by_target
 
-from ..support import exports
+from ..support import chromium, exports
 from .test_other_machines import bend
 from .test_other_machines import entries as corpus
 
@@ -113,27 +110,20 @@ def test_the_example_trains_in_node_as_in_eager(example: Path) -> None:
     assert result["right"] > 0.8 * (1797 - 1344)
 
 
-@pytest.fixture
-def served(example: Path) -> Iterator[str]:
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(example))) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 @needs_browser
-def test_the_page_trains_in_a_browser_as_in_eager(example: Path, served: str, tmp_path: Path) -> None:
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=100000", "--dump-dom"]
-    page = subprocess.run(["chromium", *flags, f"{served}/index.html?steps={STEPS}"], capture_output=True, text=True, check=True).stdout
-    losses = json.loads(re.search('data-result="(.*?)"', page)[1].replace("&quot;", '"'))["losses"]  # type: ignore[index]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5)
-    assert re.search(rf"{STEPS} steps, .* ms each; accuracy [89]\d\.\d %", page)
+def test_the_page_trains_in_a_browser_as_in_eager(example: Path) -> None:
+    page = chromium.answer_of(
+        example,
+        f"""
+        const frame = document.body.appendChild(Object.assign(document.createElement("iframe"), {{ src: "index.html?steps={STEPS}" }}));
+        while (!frame.contentDocument?.body?.dataset.result) await new Promise((done) => setTimeout(done, 50));
+        const {{ dataset, innerText }} = frame.contentDocument.body;
+        answer = {{ ...JSON.parse(dataset.result), text: innerText }};
+        """,
+        timeout=300,
+    )
+    torch.testing.assert_close(torch.tensor(page["losses"]), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5)
+    assert re.search(rf"{STEPS} steps, .* ms each; accuracy [89]\d\.\d %", page["text"])
 
 
 def test_the_example_is_small(example: Path) -> None:

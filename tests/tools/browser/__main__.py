@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import gzip
-import http.server
 import json
 import os
-import queue
 import runpy
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +29,8 @@ from torch import nn
 
 import aot_backward as ab
 from aot_backward import web
+
+from ...support import chromium
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[2] / "examples" / "browser"
@@ -146,38 +144,12 @@ class Browser:
         return json.loads(self.run("node", "node.mjs"))  # type: ignore[no-any-return]
 
     def chromium(self, call: str) -> Run:
-        """Serve a page that sends what ``call`` returns."""
-        answers: queue.Queue[Run] = queue.Queue()
-        page = f"""<script type="module">
+        script = f"""
         import {{ trained, trainedByOnnx }} from "./measure.mjs";
         const bytes = new Uint8Array(await (await fetch("digits.bin")).arrayBuffer()), state = await (await fetch("state.json")).json();
-        const send = (answer) => fetch("answer", {{ method: "POST", body: JSON.stringify(answer) }});
-        try {{ await send(await {call}); }} catch (e) {{ await send({{ error: `${{e}}` }}); }}
-        </script>"""
-        (self.folder / "measure.html").write_text(page)
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def do_POST(self) -> None:
-                answers.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(204)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(self.folder))) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={self.folder / 'profile'}"]
-            browser = subprocess.Popen(["chromium", *flags, f"http://127.0.0.1:{server.server_port}/measure.html"], stderr=subprocess.DEVNULL)
-            try:
-                answer = answers.get(timeout=120)
-            finally:
-                browser.terminate()
-                browser.wait()
-                server.shutdown()
-        if "error" in answer:
-            raise RuntimeError(f"Chromium: {answer['error']}")
-        return answer
+        answer = await {call};
+        """
+        return chromium.answer_of(self.folder, script, timeout=120)  # type: ignore[no-any-return]
 
     def measured(self) -> dict[str, Any]:
         torch.set_num_threads(1)
