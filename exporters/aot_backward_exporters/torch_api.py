@@ -109,6 +109,7 @@ _NAMES = {
     "compile_fx_inner": "torch._inductor.compile_fx",
     "get_cpp_wrapper_config": "torch._inductor.compile_fx",
     "V": "torch._inductor.virtualized",
+    "GraphLowering": "torch._inductor.graph",
     "SubgraphLowering": "torch._inductor.graph",
     "WhileLoop": "torch._inductor.ir",
     "KernelDefinitionLine": "torch._inductor.codegen.wrapper",

@@ -18,7 +18,7 @@ from .. import torch_api
 from ..graph import Graph
 from ..process_state import sizes_of_one_open
 from ..rewrites.sequence import rewrite
-from . import graph_fixes, large_products, patches, selections, updates
+from . import graph_fixes, large_products, patches, selections, spread_values, updates
 from .cache_key import Canonical
 from .complex_numbers import complex_numbers_as_tensors
 from .loops import scans_as_loops
@@ -109,6 +109,7 @@ def _lowered(
             torch_api._compiling_state_context(),
             patches.sizes_left_open(),
             patches.generated_code(),
+            spread_values.stored(),
             sizes_of_one_open() if open_sizes else contextlib.nullcontext(),
             patches.generating_for(built_for),
             patches.donating(graph, fake_mode) as donates_inputs,
