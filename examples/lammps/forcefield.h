@@ -49,7 +49,7 @@ public:
     for (const auto &name : describe(AOTB_GRADIENTS)) names.push_back(name);
     for (const char *name : {"energies", "positions", "strain", "shift"})
       expect(std::count(names.begin(), names.end(), name), std::string("a result ") + name, joined(names), "Export with ab.forcefield");
-    results.resize(names.size());
+    results.resize(names.size()), copies.resize(names.size());
   }
   int64_t number_of(const std::string &name) const {
     const auto at = std::find(known.begin(), known.end(), name);
@@ -68,25 +68,23 @@ public:
                            tensor(own.data(), 1, real, per_atom)};
     results.assign(results.size(), {});
     check(aotb_run(function.get(), in, 7, results.data(), static_cast<uint32_t>(results.size())));
-    copies.resize(results.size());
-    for (size_t k = 0; k < results.size(); k++) { /* make each result row-major doubles */
-      DLTensor &of = results[k];
-      expect(of.dtype.code == 2 && of.dtype.bits >= 32, "results of float32 or float64", "others", "Export in one of these");
-      const int64_t rows = of.ndim > 0 ? of.shape[0] : 1, columns = of.ndim > 1 ? of.shape[1] : 1;
-      const int64_t down = of.ndim > 0 ? of.strides[0] : 1, across = of.ndim > 1 ? of.strides[1] : 1;
-      of.data = static_cast<char *>(of.data) + of.byte_offset;
-      if (of.dtype.bits == 64 && down == columns && across == 1) continue;
-      copies[k].resize(rows * columns);
-      for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j++) {
-          const int64_t at = i * down + j * across;
-          copies[k][i * columns + j] = of.dtype.bits == 64 ? static_cast<double *>(of.data)[at] : static_cast<float *>(of.data)[at];
-        }
-      of.data = copies[k].data();
-    }
   }
-  const double *result(const std::string &name) const { /* by name: "energies", or the gradient by "positions", "strain", "shift" */
-    return static_cast<double *>(results[std::find(names.begin(), names.end(), name) - names.begin()].data);
+  const double *result(const std::string &name) { /* as row-major doubles: "energies", or the gradient by "positions", "strain", "shift" */
+    const size_t k = std::find(names.begin(), names.end(), name) - names.begin();
+    const DLTensor &of = results[k];
+    expect(of.dtype.code == 2 && of.dtype.bits >= 32, "results of float32 or float64", "others", "Export in one of these");
+    const int64_t rows = of.ndim > 0 ? of.shape[0] : 1, columns = of.ndim > 1 ? of.shape[1] : 1;
+    const int64_t down = of.ndim > 0 ? of.strides[0] : 1, across = of.ndim > 1 ? of.strides[1] : 1;
+    const char *data = static_cast<const char *>(of.data) + of.byte_offset;
+    const auto *doubles = reinterpret_cast<const double *>(data);
+    if (of.dtype.bits == 64 && down == columns && across == 1) return doubles;
+    copies[k].resize(rows * columns);
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < columns; j++) {
+        const int64_t at = i * down + j * across;
+        copies[k][i * columns + j] = of.dtype.bits == 64 ? doubles[at] : reinterpret_cast<const float *>(data)[at];
+      }
+    return copies[k].data();
   }
 
 private:

@@ -82,8 +82,9 @@ public:
       error->one(FLERR, "pair_style aotb: {}", wrong.what());
     }
     static const int A[] = {0, 1, 2, 0, 0, 1}, B[] = {0, 1, 2, 1, 2, 2}; /* the order of LAMMPS's virial */
-    const double *by_position = field->result("positions"), *by_strain = field->result("strain"), *by_shift = field->result("shift");
     const double energy = field->energy, *energies = field->result("energies");
+    const double *by_position = field->result("positions"), *by_strain = field->result("strain");
+    const double *by_shift = vflag_atom ? field->result("shift") : nullptr;
     for (size_t k = 0; k < atoms.size(); k++)
       for (int c = 0; c < 3; c++) atom->f[atoms[k]][c] -= by_position[3 * k + c] * energy * field->length;
     for (int i = 0; eflag_global && i < atom->nlocal; i++) eng_vdwl += energies[i] * energy; /* in float64 also if the package is float32 */
@@ -119,9 +120,10 @@ private:
     for (int layer = 0; layer < to.layers; layer++)
       for (const size_t end = atoms.size(); k < end; k++)
         for (int i = atoms[k], l = 0; l < list->numneigh[i]; l++) {
-          const int j = list->firstneigh[i][l] & NEIGHMASK, owner = atom->map(atom->tag[j]), home = owner < owned ? owner : j;
+          const int j = list->firstneigh[i][l] & NEIGHMASK;
           const double d[] = {x[j][0] - x[i][0], x[j][1] - x[i][1], x[j][2] - x[i][2]};
           if (d[0] * d[0] + d[1] * d[1] + d[2] * d[2] >= to.cutoff * to.cutoff) continue;
+          const int owner = atom->map(atom->tag[j]), home = owner < owned ? owner : j;
           to.src.push_back(k), to.dst.push_back(add(home));
           for (int c = 0; c < 3; c++) to.shift.push_back((x[j][c] - x[home][c]) * to.length);
         }

@@ -25,7 +25,7 @@ class Neighbors:
         return Neighbors, self._given
 
     def __call__(self, positions: np.ndarray, cell: np.ndarray, periodic: Sequence[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ``src``, ``dst`` (e,) and ``shift`` (e, 3)."""
+        """Return ``src``, ``dst`` (e,) and ``shift`` (e, 3). The next call overwrites the first two."""
         # vesin divides space into cells of the cutoff. It ends the process if it cannot count them: above some 1e5 in a direction.
         largest = _CELLS * self._given[0]
         spread = np.ptp(positions, axis=0).max(initial=0)
@@ -35,7 +35,7 @@ class Neighbors:
                     f"{name}: expected finite numbers below {largest:g} Å, got {size:g}. Check the structure, the barostat and the time step."
                 )
         try:
-            src, dst, images = self._list.compute(points=positions, box=cell, periodic=periodic, quantities="ijS")
+            src, dst, images = self._list.compute(points=positions, box=cell, periodic=periodic, quantities="ijS", copy=False)
         except RuntimeError as error:
             raise InputError(f"neighbor list: expected finite positions and a cell, got {error}. Check the cell and the time step.") from error
         return src.view(np.int64), dst.view(np.int64), images @ cell

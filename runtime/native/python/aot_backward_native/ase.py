@@ -98,7 +98,7 @@ class Calculator(_Calculator):
         self.results["free_energy"] = self.results["energy"]
         if all(r.energies is not None for r in found):
             self.results["energies"] = _mean([r.energies for r in found])
-        volume = atoms.get_volume() if atoms.cell.rank == 3 else 0.0
+        volume = abs(float(np.linalg.det(cell)))  # 0 if there are fewer than three cell vectors
         if volume > 0 and all(r.virial is not None for r in found):
             self.results["stress"] = full_3x3_to_voigt_6_stress(_mean([r.virial for r in found]) / volume)
         if len(found) > 1:

@@ -133,7 +133,9 @@ class ForceField:
         if kinds.size and not 0 <= kinds.min() <= kinds.max() < len(self.species):
             raise InputError(f"kinds: expected numbers from 0 to {len(self.species) - 1}, got {kinds.min()} to {kinds.max()}. Use those of kinds().")
         src, dst, shift = self._neighbors(positions, cell, periodic)
-        given = dict(zip(INPUTS, (positions / self._length, kinds, src, dst, shift / self._length), strict=False))
+        if self._length != 1:  # else without copies: shift has megabytes
+            positions, shift = positions / self._length, shift / self._length
+        given = dict(zip(INPUTS, (positions, kinds, src, dst, shift), strict=False))
         given |= {"strain": np.zeros((3, 3)), "own": np.ones(len(positions))}
         value, gradients = self._grad(*(given[name] for name in self._names))
         energy, aux = value if isinstance(value, tuple) else (value, {})
