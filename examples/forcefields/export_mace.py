@@ -1,12 +1,14 @@
 """Export a MACE model as a force field for ASE, LAMMPS and OpenMM. Needs mace-torch and ase.
 
     python examples/forcefields/export_mace.py mace.pt2
-    python examples/forcefields/export_mace.py mace.pt2 my.model
+    python examples/forcefields/export_mace.py mace.pt2 my.model --float32
 
 Without a model, it exports a small one with random weights.
 """
 
+import argparse
 import sys
+import warnings
 
 import e3nn
 import numpy as np
@@ -97,8 +99,21 @@ def entry(model: nn.Module) -> ab.Grad:
     return ab.forcefield(Energies(plain), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions))
 
 
+def load_model(path: str) -> nn.Module:
+    model = torch.load(path, map_location="cpu", weights_only=False)
+    if isinstance(model, torch.jit.ScriptModule):
+        sys.exit(f"{path}: expected a model of Python modules, got TorchScript. Give the file without _compiled in its name.")
+    return model.eval()
+
+
 if __name__ == "__main__":
-    path, *file = sys.argv[1:] or ["mace.pt2"]
-    model = torch.load(file[0], map_location="cpu", weights_only=False).eval() if file else random_model()
-    ab.export(path, {"mace": entry(model)})
-    print(f"wrote {path}")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("package", help="the file to write, such as mace.pt2")
+    parser.add_argument("model", nargs="?", help="a file that mace_run_train wrote")
+    parser.add_argument("--float32", action="store_true", help="compute in float32: faster, 7 digits. The default is the model's own dtype")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=r".*(torch\.jit|TorchScript)")  # of e3nn and MACE, which use it
+    model = load_model(options.model) if options.model else random_model()
+    print("exporting takes about a minute", flush=True)
+    ab.export(options.package, {"mace": entry(model.float() if options.float32 else model)})
+    print(f"wrote {options.package}")
