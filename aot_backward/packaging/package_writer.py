@@ -145,13 +145,23 @@ def write_package(
 
 
 def check_destination(path: Path) -> None:
-    """Raise :class:`ExportError` if ``path`` cannot be written, before minutes of compiling."""
+    """Raise :class:`ExportError`, before minutes of compiling, if ``path`` cannot be written, or is a file that is no package, such as a model."""
     if path.is_dir():
         raise ExportError(f"{path} is a directory; give the name of a file, such as {path / 'model.pt2'}")
     if not path.absolute().parent.is_dir():
         raise ExportError(f"the folder {path.absolute().parent} does not exist; make it first")
     if not os.access(path.absolute().parent, os.W_OK):
         raise ExportError(f"the folder {path.absolute().parent} cannot be written to")
+    if path.exists() and not (path.is_file() and (path.stat().st_size == 0 or _is_package(path))):
+        raise ExportError(f"{path}: expected a package or no file, got another file. Name another file, or delete this one.")
+
+
+def _is_package(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.partition("/")[2] == MANIFEST_MEMBER for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 class _Writer:

@@ -6,8 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import os
 import random
 import re
+import shutil
+import zipfile
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -24,10 +27,11 @@ from aot_backward.checks import eager_check, named_results, step_check
 from aot_backward.checks.eager_check import compare_results
 from aot_backward.checks.tolerance import Reference, norm
 from aot_backward.checks.verify import verify_package
-from aot_backward_runtime import ExportError, InputError, load
+from aot_backward_runtime import ExportError, InputError, PackageError, load
 from aot_backward_runtime.native.library import Library
 from aot_backward_runtime.package.archive import open_package
 
+from ..support import golden_files
 from ..support.oracle import assert_same, run
 
 Point = namedtuple("Point", "x y")
@@ -147,7 +151,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     """Spoil the graph between capture and compiler, as a wrong pass would: the old package remains. An infinite gradient of another parameter does
     not hide the error. Large gradients, which are compared one at a time, are also checked."""
     target = tmp_path / "net.pt2"
-    target.write_bytes(b"the old package")
+    shutil.copy(golden_files.PAIR, target)
     finish = partition._finish_backward
 
     def spoilt(pieces: partition.Partitions, cut: Any, *rest: Any) -> Any:
@@ -170,7 +174,7 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), last())
     with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
         ab.export_module(net, (torch.randn(3, width),), path=target)
-    assert target.read_bytes() == b"the old package" and list(tmp_path.iterdir()) == [target]
+    assert target.read_bytes() == golden_files.PAIR.read_bytes() and list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(
@@ -538,10 +542,21 @@ def test_what_cannot_be_exported_is_refused_by_name(case: str, tmp_path: Path) -
 
 
 def test_destinations_and_names_are_checked_before_the_work(tmp_path: Path) -> None:
-    variant = ab.Variant((X,))
-    for path, message in ((tmp_path, "is a directory"), (tmp_path / "a" / "b.pt2", "does not exist; make it first")):
+    variant, model, text = ab.Variant((X,)), tmp_path / "my.model", tmp_path / "text.pt2"
+    torch.save(nn.Linear(3, 3), model)
+    text.write_text("mine")
+    with zipfile.ZipFile(tmp_path / "backup.pt2", "w") as backup:
+        backup.writestr("a/package/extra/aot_backward/manifest.json", "{}")
+    os.mkfifo(tmp_path / "pipe.pt2")
+    before = model.read_bytes()
+    wrong = [(tmp_path, "is a directory"), (tmp_path / "a" / "b.pt2", "does not exist; make it first")]
+    wrong += [(path, "expected a package or no file, got another file") for path in (model, text, tmp_path / "backup.pt2", tmp_path / "pipe.pt2")]
+    for path, message in wrong:
         with pytest.raises(ExportError, match=message):
             ab.export(path, {"net": ab.Module(nn.Linear(3, 3), [variant])})
+    assert model.read_bytes() == before and text.read_text() == "mine"
+    with pytest.raises(PackageError, match=r"A file of torch\.save has them: export the model"):
+        load(model)
     for entries, message in (({}, "entries is empty"), ({"a b": ab.Module(nn.Linear(3, 3), [variant])}, "use a Python identifier")):
         with pytest.raises(ExportError, match=message):
             ab.export(tmp_path / "x.pt2", entries)

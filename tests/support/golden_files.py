@@ -10,6 +10,7 @@ import torch
 from aot_backward_runtime.package.archive import open_package
 
 FOLDER = Path(__file__).parents[1] / "golden"
-BUILT = ".".join(open_package(FOLDER / "1.0-pair.pt2").manifest.torch.split(".")[:2])
+PAIR = FOLDER / "1.0-pair.pt2"
+BUILT = ".".join(open_package(PAIR).manifest.torch.split(".")[:2])
 
 needed = pytest.mark.skipif(not torch.__version__.startswith(f"{BUILT}."), reason=f"mutates golden packages, which need torch {BUILT}")

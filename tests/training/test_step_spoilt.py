@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from aot_backward.checks.tolerance import WrongResult
 from aot_backward.checks.verify import verify_package
 from aot_backward.packaging.builder import Build
 from aot_backward_runtime.package.archive import open_package
+
+from ..support import golden_files
 
 aten = torch.ops.aten
 
@@ -111,12 +114,12 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
 
     net, arguments, loss_fn = _net(kind)
     path = tmp_path / "step.pt2"
-    path.write_bytes(b"the old package")
+    shutil.copy(golden_files.PAIR, path)
     with monkeypatch.context() as patch:
         patch.setattr(optimizer_graph, "trace", spoilt)
         with pytest.raises(ab.ExportError, match=r"wrong: off by .* from eager, .* is allowed; nothing was written"):
             ab.export_step(net, arguments, loss_fn=loss_fn, optimizer=optimizer(net.parameters(), lr=0.1), path=path)
-    assert path.read_bytes() == b"the old package"
+    assert path.read_bytes() == golden_files.PAIR.read_bytes()
     if kind == "diverging":
         ab.export_step(net, arguments, loss_fn=loss_fn, optimizer=optimizer(net.parameters(), lr=0.1), path=path)
         assert verify_package(path).ok

@@ -146,7 +146,8 @@ class _Directory:
         extra = self.zip64_field(name, central[position + n_name : position + n_name + n_extra], {_ZIP64})
         size, stored, header = self.wide(name, (size, stored, header), extra)
         if flags:
-            raise self.wrong(f"member {name}: flags {flags:#x}; encryption, data descriptors and other encodings are refused")
+            refused = "encryption, data descriptors and other encodings are refused. A file of torch.save has them: export the model"
+            raise self.wrong(f"member {name}: flags {flags:#x}; {refused}")
         if method or size != stored:
             raise self.wrong(f"member {name}: compressed (method {method}, {stored} bytes for {size}); members must be stored uncompressed")
         kind = stat.S_IFMT(mode >> 16)

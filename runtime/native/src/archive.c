@@ -137,7 +137,9 @@ static size_t entry(const archive *z, const uint8_t *c, size_t left, uint64_t li
   uint64_t size = four(c + 24), stored = four(c + 20), header = four(c + 42);
   const uint8_t *field = zip64_field(z, name, c + CENTRAL + n, extra, ZIP64, &length);
   widen(z, name, (uint64_t *const[]){&size, &stored, &header}, 3, field, length);
-  if (two(c + 8)) WRONG(z, "member %s: flags %#x; encryption, data descriptors and other encodings are refused", name, two(c + 8));
+  if (two(c + 8))
+    WRONG(z, "member %s: flags %#x; encryption, data descriptors and other encodings are refused. A file of torch.save has them: export the model",
+          name, two(c + 8));
   if (two(c + 10) || size != stored) WRONG(z, "member %s: compressed (method %u); members must be stored uncompressed", name, two(c + 10));
   uint32_t mode = four(c + 38), kind = mode >> 16 & 0170000;
   if ((c[5] == 3 && kind && kind != 0100000) || mode & DOS_FOLDER) WRONG(z, "member %s: mode %#o is not that of a plain file", name, mode >> 16);
