@@ -373,7 +373,7 @@ def _signature(chance: random.Random, folder: Path, names: tuple[str, ...]) -> S
     """Mutate a signature, or a signed package."""
     signature = whole(folder / "targets.pt2.sig")
     if chance.random() < 0.3:
-        made = _SPOIL[chance.choice(("manifest", "bytes", "tensors"))](chance, folder, ("targets",))
+        made = _SPOIL[chance.choice(("bytes", "members", "tensors"))](chance, folder, ("targets",))
         return Spoilt("targets", "signatures", f"the package: {made.what}", made.data, beside=signature)
     data = whole(folder / "targets.pt2")
     if chance.random() < 0.4:
