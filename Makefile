@@ -122,8 +122,8 @@ browser: $(STAMP)
 FORCE_FIELDS := --docs docs/benchmarks/$$(date +%F)-forcefields --only
 force-fields: $(STAMP)
 	@for name in mace nequip; do $(MAKE) --no-print-directory venv VENV=$(VENV)-$$name || exit; done
-	@$(VENV)-mace/bin/python -m pip install --quiet --disable-pip-version-check mace-torch schnetpack torch_geometric torchani
-	@$(VENV)-nequip/bin/python -m pip install --quiet --disable-pip-version-check nequip
+	@$(VENV)-mace/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mace-torch schnetpack torch_geometric torchani
+	@$(VENV)-nequip/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nequip
 	@$(VENV)-mace/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) "MACE,SchNet (schnetpack),PaiNN (schnetpack),SchNet (torch_geometric)"
 	@$(VENV)-nequip/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) NequIP
 	@$(VENV)-mace/bin/python -m pytest -q -m "" tests/forcefields "tests/project/test_docs.py::test_every_command_and_program_of_a_page_works[docs/how-to/mace.md]"
