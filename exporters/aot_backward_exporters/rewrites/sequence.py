@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from . import (
     axis_sums,
     bias_sums,
+    few_positions,
     joined_parts,
     max_pooling,
     merged_sizes,
@@ -23,6 +24,7 @@ from . import (
 
 REWRITES = (
     small_convolution.by_products,
+    few_positions.by_onednn,
     max_pooling.by_channels,
     variances.by_two_sums,
     axis_sums.by_rows,
