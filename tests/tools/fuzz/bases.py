@@ -344,7 +344,7 @@ def difference(found: Numbers, expected: Numbers) -> str:
             continue
         if f.shape != e.shape or f.dtype != e.dtype:
             return f"{name} is {f.dtype} {tuple(f.shape)}, eager's {e.dtype} {tuple(e.shape)}"
-        if torch.equal(f, e) or not (torch.isfinite(e).all() or torch.isfinite(f).all()):
+        if torch.equal(f, e) or not torch.isfinite(e).all():  # with a weight of Inf, the order of operations decides what is NaN
             continue
         error, size = float((f.double() - e.double()).norm()), float(e.double().norm())
         if not error <= 1e-4 * max(size, 0.1 * largest, 1e-6):
