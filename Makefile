@@ -123,6 +123,7 @@ FORCE_FIELDS := --docs docs/benchmarks/$$(date +%F)-forcefields --only
 force-fields: $(STAMP)
 	@for name in mace nequip; do $(MAKE) --no-print-directory venv VENV=$(VENV)-$$name || exit; done
 	@$(VENV)-mace/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mace-torch schnetpack torch_geometric torchani
+	@$(VENV)-mace/bin/python -m pip install --quiet --disable-pip-version-check --no-deps schnetpack==2.1.1  # it asks for an older sympy than torch
 	@$(VENV)-nequip/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nequip
 	@$(VENV)-mace/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) "MACE,SchNet (schnetpack),PaiNN (schnetpack),SchNet (torch_geometric)"
 	@$(VENV)-nequip/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) NequIP
