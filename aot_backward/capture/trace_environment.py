@@ -112,22 +112,35 @@ _DECOMPOSITIONS: dict[Any, Any] = {}
 
 
 def decompositions() -> dict[Any, Any]:
-    """Return Inductor's table for ``fallback_random``, without ``native_dropout`` (its masks then equal eager's to the bit), without matrix products
-    (their decomposition by size would guard a dynamic batch: ``batch <= 16``), and without the pooling that eager's own kernels do faster
-    (``inductor.graph_fixes.KERNELS``)."""
+    """Return Inductor's table for ``fallback_random``, without ``native_dropout`` (its masks then equal eager's to the bit), with the products of
+    vectors alone among matrix products (the others would guard a dynamic batch by its size: ``batch <= 16``), and without the pooling that
+    eager's own kernels do faster (``inductor.graph_fixes.KERNELS``)."""
     if not _DECOMPOSITIONS:
         _ = torch_api.partition_fn  # imports the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
             _DECOMPOSITIONS.update(sixteen_bits.rounding_as_kernels(torch_api.select_decomp_table()))
-        products = (aten.mm.default, aten.bmm.default, aten.addmm.default)
         pooling = (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
-        for operator in (aten.native_dropout.default, *products, *pooling):
+        for operator in (aten.native_dropout.default, aten.mm.default, aten.addmm.default, *pooling):
             _DECOMPOSITIONS.pop(operator, None)
+        _DECOMPOSITIONS[aten.bmm.default] = _products_of_vectors
         for operator in (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default):
             _DECOMPOSITIONS[operator] = _for_fixed_sizes(_DECOMPOSITIONS[operator])
         _DECOMPOSITIONS[aten.constant_pad_nd.default] = _cropped
         _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros  # the gradient of sgn: native code would return it without memory
     return _DECOMPOSITIONS
+
+
+def _products_of_vectors(left: torch.Tensor, right: torch.Tensor) -> Any:
+    """Outer and inner products of a batch are fused with their surroundings. Tensor products of equivariant networks are full of them: a NequIP's
+    energies and forces of 200 atoms took 5.5 ms with the kernel of products, and 5.0 so."""
+    if left.dtype not in (torch.float32, torch.float64):
+        return NotImplemented  # the kernel rounds once
+    (_, rows, inner), columns = left.shape, right.shape[2]
+    if torch_api.statically_known_true(inner == 1):
+        return (left * right).contiguous()
+    if torch_api.statically_known_true(rows == 1) and torch_api.statically_known_true(columns == 1):
+        return (left * right.transpose(1, 2)).sum(2, keepdim=True)
+    return NotImplemented
 
 
 def _cropped(x: torch.Tensor, pad: Any, value: Any = 0) -> Any:
