@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 KINDS = {"1d": (nn.Conv1d, (7,)), "2d": (nn.Conv2d, (3, 3)), "3d": (nn.Conv3d, (2, 1, 3)), "one position": (nn.Conv2d, (1, 1))}
 
 
-def gradients(layer: nn.Module, x: Tensor, **options: Any) -> torch.fx.GraphModule:
+def gradients(layer: nn.Module, x: Tensor) -> torch.fx.GraphModule:
     """Return the graph of a layer's result and of all its gradients, after the rewrite."""
     bias = [layer.bias] if layer.bias is not None else []
 

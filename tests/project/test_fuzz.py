@@ -91,7 +91,7 @@ def test_a_mutation_follows_from_its_number(tmp_path: Path) -> None:
 
 
 def test_signatures_and_what_they_sign_are_spoilt(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "golden" / "1.0-pair.pt2", tmp_path / "targets.pt2")
+    shutil.copy(golden_files.PAIR, tmp_path / "targets.pt2")
     (tmp_path / "targets.pt2.sig").write_text(json.dumps({"verificationMaterial": {"publicKey": {"hint": "x"}}}))
     made = [spoiling.spoilt(1, number, tmp_path, ("targets",)) for number in range(300)]
     signatures = {m.what.partition(":")[0].partition(" ")[0] for m in made if m.kind == "signatures"}

@@ -17,7 +17,7 @@ def answer_of(folder: Path, script: str, timeout: float) -> Any:
     """Serve ``folder`` and a page that runs ``script``, a module that assigns what is wanted to ``answer``. Return it.
 
     A page that raises is a ``RuntimeError``, one without an answer after ``timeout`` seconds a ``TimeoutError``. Chromium's own ``--dump-dom``
-    prints the page when Chromium takes it for finished: on a loaded machine, before the page's scripts have run.
+    sometimes prints the page before its scripts are done.
     """
     answers: queue.Queue[Any] = queue.Queue()
     send = 'const send = (value) => fetch("answer", { method: "POST", body: JSON.stringify(value) });'
