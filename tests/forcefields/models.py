@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ _EXAMPLES = Path(__file__).parents[2] / "examples" / "forcefields"
 
 
 def load_example(name: str) -> dict[str, Any]:
-    """Return the names that an example defines."""
-    return runpy.run_path(str(_EXAMPLES / f"{name}.py"))
+    """Return the names that an example defines. It stays importable, which ``torch.compile`` needs."""
+    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)
 
 
 def system(atoms: int, box: float, cutoff: float, seed: int) -> tuple[torch.Tensor, ...]:

@@ -54,6 +54,7 @@ NEEDED = {
     "docs/how-to/browser.md": ("em++", "node"),
     "docs/how-to/raspberry-pi.md": ("aarch64-linux-gnu-gcc", "qemu-aarch64"),
     "docs/how-to/mace.md": ("lmp", "cmake", "mace_run_train"),
+    "docs/how-to/train-mace.md": ("mace_run_train",),
 }
 """Programs that a page needs and that the test dependencies do not install everywhere."""
 

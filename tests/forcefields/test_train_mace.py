@@ -1,0 +1,110 @@
+"""examples/forcefields/train_mace.py: a MACE model trained by the compiled step equals one trained in eager, over batches of other sizes.
+
+The test needs the model's library, which CI does not install.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import aot_backward as ab
+from aot_backward_runtime import load
+
+from .models import load_example
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+
+
+def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for library in ("ase", "mace", "e3nn"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "forcefields")  # it imports export_mace
+    return load_example("train_mace")
+
+
+def structures() -> list[Any]:
+    """Return periodic boxes and free molecules, with energies, forces and, if periodic, stresses by EMT."""
+    from ase.build import molecule
+    from ase.calculators.emt import EMT
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    rng, out = np.random.default_rng(0), []
+    for number in range(6):
+        atoms = molecule("CH3CH2OH", cell=[7.0, 7.5, 8.0], pbc=True) if number % 3 else molecule("H2O")
+        atoms = atoms * (1, 1, 1 + number // 4)
+        atoms.positions += rng.normal(0, 0.05, atoms.positions.shape)
+        atoms.calc = EMT()
+        results = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+        if atoms.pbc.all():
+            results["stress"] = atoms.get_stress()
+        atoms.calc = SinglePointCalculator(atoms, **results)
+        out.append(atoms)
+    return out
+
+
+def test_a_training_equals_eagers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, data = example(monkeypatch), structures()
+    model = made["random_model"](torch.float64)
+    matching = made["Matching"](made["Energies"](made["without_torchscript"](model)))
+    arrays = [made["arrays_of"](atoms, model.atomic_numbers.tolist(), float(model.r_max)) for atoms in data]
+    batches = [made["batch"](arrays[i : i + 1 + i % 3], torch.float64) for i in range(len(data))]
+    assert len({len(b[0]) for b in batches}) > 3 and any(0 < (b[9] > 0).sum() < len(b[9]) for b in batches)  # some without a stress
+
+    eager = copy.deepcopy(matching)
+    optimizer, averaged = made["optimizer_of"](eager, 1e-2), AveragedModel(eager, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    losses = []
+    for arguments in batches:
+        optimizer.zero_grad()
+        loss = eager(*arguments)
+        loss.backward()
+        nn.utils.clip_grad_norm_(eager.parameters(), 10.0)
+        optimizer.step()
+        averaged.update_parameters(eager)
+        losses.append(loss.item())
+
+    ab.export(tmp_path / "step.pt2", {"fit": made["entry"](matching, batches[1], 1e-2)}, tune="none")
+    step = load(tmp_path / "step.pt2").step()
+    assert [step(*arguments).item() for arguments in batches] == pytest.approx(losses, rel=1e-8)
+    torch.testing.assert_close(dict(step.averages), {n: p.detach() for n, p in averaged.module.named_parameters()}, rtol=0, atol=1e-8)
+
+
+def test_the_loss_is_of_eagers_energies_forces_and_stresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stresses against finite differences of the energy, with the cell strained."""
+    made, atoms = example(monkeypatch), structures()[1]
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    model = made["random_model"](torch.float64)
+    potential = made["Energies"](made["without_torchscript"](model))
+
+    def arguments_of(structure: Any) -> list[torch.Tensor]:
+        return list(made["batch"]([made["arrays_of"](structure, model.atomic_numbers.tolist(), float(model.r_max))], torch.float64))
+
+    def energy(strain: np.ndarray[Any, Any]) -> float:
+        strained = atoms.copy()
+        strained.set_cell(atoms.cell @ (np.eye(3) + strain), scale_atoms=True)
+        strained.calc = SinglePointCalculator(strained, energy=0.0, forces=np.zeros((len(atoms), 3)))
+        return float(potential(*arguments_of(strained)[:5]).sum())
+
+    stress = np.zeros((3, 3))
+    for i in range(3):
+        for j in range(3):
+            step = np.zeros((3, 3))
+            step[i, j] += 5e-6
+            step[j, i] += 5e-6
+            stress[i, j] = (energy(step) - energy(-step)) / 2e-5 / atoms.get_volume()
+    arguments = arguments_of(atoms)
+    positions = arguments[0].clone().requires_grad_()
+    total = potential(positions, *arguments[1:5]).sum()
+    arguments[6], arguments[7] = total.detach()[None], -torch.autograd.grad(total, positions)[0]
+    arguments[8] = torch.from_numpy(stress)[None]
+    assert float(made["Matching"](potential)(*arguments)) < 1e-12  # energies, forces and stresses are the model's own
