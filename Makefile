@@ -117,8 +117,8 @@ arm: $(STAMP)
 browser: $(STAMP)
 	@$(BIN)/python -m tests.tools.browser --docs docs/benchmarks/$$(date +%F)-browser
 
-# Public force fields against the TorchScript by which their libraries deploy them, and the page that runs MACE in LAMMPS. Two environments, a gigabyte
-# each, because MACE and NequIP need different versions of e3nn; half an hour.
+# Public force fields against the TorchScript by which their libraries deploy them, their training steps against eager, and the pages about MACE. Two
+# environments, a gigabyte each, because MACE and NequIP need different versions of e3nn; 40 minutes.
 FORCE_FIELDS := --docs docs/benchmarks/$$(date +%F)-forcefields --only
 force-fields: $(STAMP)
 	@for name in mace nequip; do $(MAKE) --no-print-directory venv VENV=$(VENV)-$$name || exit; done
@@ -127,7 +127,8 @@ force-fields: $(STAMP)
 	@$(VENV)-nequip/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt nequip
 	@$(VENV)-mace/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) "MACE,SchNet (schnetpack),PaiNN (schnetpack),SchNet (torch_geometric)"
 	@$(VENV)-nequip/bin/python -m tests.tools.hosts.force_fields $(FORCE_FIELDS) NequIP
-	@$(VENV)-mace/bin/python -m pytest -q -m "" tests/forcefields "tests/project/test_docs.py::test_every_command_and_program_of_a_page_works[docs/how-to/mace.md]"
+	@$(VENV)-mace/bin/python -m pytest -q -m "" tests/forcefields \
+	  $(foreach page,mace train-mace,"tests/project/test_docs.py::test_every_command_and_program_of_a_page_works[docs/how-to/$(page).md]")
 	@$(VENV)-nequip/bin/python -m pytest -q -m "" tests/forcefields -k nequip
 
 # Packages made under each of several versions of torch and rebuilt under each other one: an environment for each, a build for CUDA of several gigabytes,

@@ -1,8 +1,9 @@
 """``python -m tests.tools.hosts.force_fields --docs docs/benchmarks/DATE-forcefields``: public models with random weights, against their own routes.
 
 One call computes energy and forces of atoms in a periodic box, with the neighbor list given. Forces are compared with eager PyTorch in float64 before
-times are taken. Peers take turns in one process with one thread; a time is the median. A model whose library is not installed is left out; a second
-run in another environment adds its rows to the same files. MACE and NequIP need different versions of e3nn.
+times are taken. Peers take turns in one process with one thread; a time is the median. Then the same for training steps
+(:mod:`.force_field_training`). A model whose library is not installed is left out; a second run in another environment adds its rows to the same
+files. MACE and NequIP need different versions of e3nn.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import aot_backward as ab
 from aot_backward_runtime import load
 from tests.forcefields.models import errors, in_eager, load_example, system, with_dtype
+
+from . import force_field_training
 
 MODELS = {
     "MACE": ("export_mace", "mace", ()),
@@ -134,8 +137,8 @@ def measure(name: str, dtype: torch.dtype, folder: Path) -> list[dict[str, Any]]
     return rows
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a page in Markdown."""
+def page(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> str:
+    """Return the rows, and those of training steps, as a page in Markdown."""
     peers = ["eager", "TorchScript", "AOTInductor", "ours", "ours, no PyTorch"]
     lines = [
         "# Force fields of public libraries",
@@ -157,7 +160,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         cells += ["–" if m is None else f"{m:.2f} ({ms[0] / m:.2f})" for m in ms]
         cells += [f"{row[f'{p}: error']:.1e}" for p in ("eager", "ours", "ours, no PyTorch")]
         lines.append(f"| {' | '.join(map(str, [*cells, round(row['export s']), round(row['package kB'])]))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *force_field_training.table(training)]) + "\n"
 
 
 def main() -> int:
@@ -168,19 +171,21 @@ def main() -> int:
     warnings.simplefilter("ignore")  # the libraries' own
     torch.set_num_threads(1)
     file = options.docs.with_suffix(".json")
-    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows: dict[str, list[dict[str, Any]]] = {"rows": [], "training": [], **(json.loads(file.read_text()) if file.exists() else {})}
     for name in options.only.split(","):
         if importlib.util.find_spec(MODELS[name][1]) is None:
             print(f"{name}: left out, {MODELS[name][1]} is not installed")
             continue
         for dtype in (torch.float32, torch.float64):
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(name, dtype, Path(folder))
-            rows = [r for r in rows if (r["model"], r["dtype"]) != (name, found[0]["dtype"])] + found
+                found = {"rows": measure(name, dtype, Path(folder))}
+                found["training"] = force_field_training.measure(name, MODELS[name][0], MODELS[name][2], dtype, Path(folder))
+            for part, new in found.items():
+                rows[part] = [r for r in rows[part] if (r["model"], r["dtype"]) != (name, new[0]["dtype"])] + new
             options.docs.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-            options.docs.with_suffix(".md").write_text(page(rows))
-    print(page(rows))
+            file.write_text(json.dumps(rows, indent=1) + "\n")
+            options.docs.with_suffix(".md").write_text(page(**rows))
+    print(page(**rows))
     return 0
 
 
