@@ -16,7 +16,7 @@ from aot_backward_exporters.inductor.compile import shared_parts_started
 from aot_backward_exporters.process_state import exclusive
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.format.manifest import Manifest
-from aot_backward_runtime.training import allocator
+from aot_backward_runtime.native import allocator
 
 from .. import operators
 from ..capture import preserve, program_module

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -94,7 +95,7 @@ def _make(path: Path) -> None:
     variants = [ab.Variant((x, y))]
     optimizer = torch.optim.AdamW(net.parameters())
     entries = {"fit": ab.Step(net, variants, optimizer, loss_fn=loss, accumulate=True), "loss": ab.Grad(loss_of, variants, wrt="parameters")}
-    ab.export(path, entries)
+    ab.export(path, entries | {"net": ab.Module(net, [ab.Variant((x,))]), "little": ab.Function(lambda x: x.sin(), [ab.Variant((x,))])})
 
 
 def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
@@ -117,29 +118,45 @@ import torch
 import aot_backward_runtime as runtime
 
 torch.set_num_threads(1)
-step = runtime.load(sys.argv[1]).step("fit")
+package = runtime.load(sys.argv[1])
+step, loss, net, little = package.step("fit"), package.grad("loss"), package.module("net"), package.function("little")
 x, y = torch.randn(64, 256), torch.randint(0, 10, (64,))
-for _ in range(20):
-    step(x, y)
-seen = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
-for _ in range(11):
-    step(x, y)
+calls = {
+    "step": lambda: step(x, y),
+    "grad": lambda: loss(x, y),
+    "module": lambda: net(x).sum().backward(),
+    "little": lambda: little(x),
+    "nothing": lambda: None,
+}
+for _ in range(3):
+    calls[sys.argv[2]]()
+seen = []
+for _ in range(11):  # 40 MB, more than glibc keeps by itself
+    torch.ones(10_000_000)
     seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 print(statistics.median(after - before for before, after in zip(seen, seen[1:])))
 """
 
 
-def _pages_faulted_in(path: Path, **settings: str) -> float:
-    """Return the median number in a step, since the heap may still grow once by eight megabytes."""
+def _faults(kind: str, **settings: str) -> float:
+    """Return how many pages the system maps each time 40 MB are allocated, after calls of an entry."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
-    done = subprocess.run([sys.executable, "-c", _FAULTED, str(path)], capture_output=True, text=True, env=environment)
+    argv = [sys.executable, "-c", _FAULTED, str(exports.shared("step-memory", _make)), kind]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return float(done.stdout)
 
 
-def test_the_memory_of_gradients_is_kept_unless_the_person_says_otherwise() -> None:
-    path = exports.shared("step-memory", _make)
-    pages = 14_000_000 / 4096
-    assert _pages_faulted_in(path) < pages / 20
-    assert _pages_faulted_in(path, MALLOC_TRIM_THRESHOLD_="131072") > pages / 2
-    assert _pages_faulted_in(path, GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072") > pages / 2
+_PAGES = 40_000_000 / 4096
+
+
+@pytest.mark.parametrize("kind", ["step", "grad", "module"])
+def test_memory_is_kept_for_the_next_call_unless_the_person_says_otherwise(kind: str) -> None:
+    assert _faults(kind) < _PAGES / 20
+    assert _faults(kind, MALLOC_TRIM_THRESHOLD_="131072") > _PAGES / 2
+    assert _faults(kind, GLIBC_TUNABLES="glibc.malloc.trim_threshold=131072") > _PAGES / 2
+
+
+@pytest.mark.parametrize("kind", ["little", "nothing"])
+def test_memory_is_not_kept_for_little_calls(kind: str) -> None:
+    assert _faults(kind) > _PAGES / 2

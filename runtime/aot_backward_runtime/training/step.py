@@ -18,10 +18,11 @@ from ..entries.call_cache import CachedCall
 from ..entries.dispatch import Entry, MatchedCall
 from ..entries.pickling import pickled, refuse_shallow_copy, restore
 from ..errors import AotBackwardError, ExecutionError, InputError, StateError, WeightsError
+from ..native import allocator
 from ..native.library import Binding, reason_of
 from ..native.memory import Ranges
 from ..native.plan import Runnable
-from . import allocator, checkpoint_contents, eager_state, rng_state
+from . import checkpoint_contents, eager_state, rng_state
 from .gradient_hooks import add_through_hooks, refuse_hooks_that_never_run
 from .loss_scale import LossScale
 from .state import Change, TrainingState
@@ -94,7 +95,6 @@ class LoadedStep(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         if shared and any(map(resizable, self._held)):
             self._expose()
-        allocator.keep(sum(p.nbytes for p in parameters.values() if p.requires_grad and p.device.type == "cpu"))
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class LoadedStep(torch.optim.Optimizer):
             written = runnable.written(binding, self._held)
             runnable.refuse_overlap(written, matched.given, matched.variant.spec.inputs)
             ready = _StepCall(entry, matched, runnable, self._held, written, separate)
-            with torch.no_grad():
+            with torch.no_grad(), allocator.kept():
                 results = self._run(ready, lambda: runnable.bound(binding, matched.flat, matched.sizes), update, hooked)
             self._opt_called = True  # lr_scheduler warns if it is stepped before its optimizer
             if ready.remember(matched, args):
