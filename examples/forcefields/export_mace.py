@@ -61,18 +61,25 @@ def without_torchscript(model: nn.Module) -> nn.Module:
     finally:
         torch.set_default_dtype(default)
     missing = rebuilt.load_state_dict(model.state_dict(), strict=False).missing_keys
-    if left := [name for name in missing if name in dict(rebuilt.named_parameters())]:
-        raise ValueError(f"model: expected weights for {left[0]}, got none. Rebuild this model as it was made, without TorchScript.")
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in rebuilt.named_parameters():
+        if name in missing:
+            raise ValueError(f"model: expected weights for {name}, got none. Rebuild this model as it was made, without TorchScript.")
+        parameter.requires_grad_(trained[name])
     return rebuilt.eval()
 
 
 class Energies(nn.Module):
-    """The energy of each atom, with the arguments of ``ab.forcefield``."""
+    """The energy of each atom, with the arguments of ``ab.forcefield``. ``head``: the name of one of the model's heads, if it has several."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, head: str | None = None):
         super().__init__()
+        heads = list(getattr(model, "heads", None) or ["Default"])
+        if head not in heads and (head is not None or len(heads) > 1):
+            raise ValueError(f"head: expected one of {', '.join(heads)}, got {head}. Name the head that was trained on your data, by --head.")
         self.model = model
         self.kinds = len(model.atomic_numbers)
+        self.head = heads.index(head) if head else 0
 
     def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         zeros = torch.zeros_like(species)
@@ -85,18 +92,18 @@ class Energies(nn.Module):
             "cell": torch.zeros(3, 3, dtype=positions.dtype),
             "batch": zeros,
             "ptr": torch.zeros(2, dtype=torch.int64),
-            "head": torch.zeros(1, dtype=torch.int64),
+            "head": torch.full((1,), self.head),
         }
         return self.model(graph, training=False, compute_force=False)["node_energy"]
 
 
-def entry(model: nn.Module) -> ab.Grad:
+def entry(model: nn.Module, head: str | None = None) -> ab.Grad:
     symbols = [chemical_symbols[z] for z in model.atomic_numbers.tolist()]
     rng = np.random.default_rng(0)
     sites = np.stack(np.meshgrid(*[range(2)] * 3), -1).reshape(-1, 3) * 3.0
     atoms = Atoms([symbols[i % len(symbols)] for i in range(8)], sites + 0.2 * rng.standard_normal((8, 3)), cell=[6.0] * 3, pbc=True)
     plain = without_torchscript(model)
-    return ab.forcefield(Energies(plain), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions))
+    return ab.forcefield(Energies(plain, head), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions))
 
 
 def load_model(path: str) -> nn.Module:
@@ -111,9 +118,10 @@ if __name__ == "__main__":
     parser.add_argument("package", help="the file to write, such as mace.pt2")
     parser.add_argument("model", nargs="?", help="a file that mace_run_train wrote")
     parser.add_argument("--float32", action="store_true", help="compute in float32: faster, 7 digits. The default is the model's own dtype")
+    parser.add_argument("--head", help="the name of the head to use, if the model has several")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=r".*(torch\.jit|TorchScript)")  # of e3nn and MACE, which use it
     model = load_model(options.model) if options.model else random_model()
     print("exporting takes about a minute", flush=True)
-    ab.export(options.package, {"mace": entry(model.float() if options.float32 else model)})
+    ab.export(options.package, {"mace": entry(model.float() if options.float32 else model, options.head)})
     print(f"wrote {options.package}")

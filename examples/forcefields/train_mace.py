@@ -18,7 +18,6 @@ import ase.io
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.calculator import PropertyNotImplementedError
 from ase.neighborlist import primitive_neighbor_list
 from export_mace import Energies, load_model, random_model, without_torchscript
 from torch import nn
@@ -74,12 +73,16 @@ def arrays_of(atoms: Atoms, species: Sequence[int], cutoff: float) -> Arrays:
     """Return what the loss reads of a structure, with its neighbor list. ``species``: the model's atomic numbers, in its order."""
     cell = atoms.cell.complete()
     src, dst, images = primitive_neighbor_list("ijS", atoms.pbc, cell, atoms.positions, cutoff)
-    try:
-        stress, per_volume = atoms.get_stress(voigt=False), 1 / atoms.get_volume()
-    except (PropertyNotImplementedError, ValueError):  # none is given, or there is no volume
-        stress, per_volume = np.zeros((3, 3)), 0.0
-    kinds, energy = np.array([species.index(z) for z in atoms.numbers]), np.array([atoms.get_potential_energy()])
-    return atoms.positions, kinds, src, dst, images @ cell, energy, atoms.get_forces(), stress[None], np.array([per_volume])
+    known = {} if atoms.calc is None else atoms.calc.results
+    if missing := {"energy", "forces"} - set(known):
+        raise ValueError(f"expected energy and forces, got no {' and no '.join(sorted(missing))}")
+    if unknown := {int(z) for z in atoms.numbers} - set(species):
+        raise ValueError(f"expected atomic numbers of the model, {species}, got {sorted(unknown)}")
+    stress, per_volume = np.zeros((3, 3)), 0.0
+    if "stress" in known and atoms.cell.rank == 3:
+        stress, per_volume = atoms.get_stress(voigt=False, apply_constraint=False), 1 / atoms.get_volume()
+    kinds, forces = np.array([species.index(z) for z in atoms.numbers]), atoms.get_forces(apply_constraint=False)
+    return atoms.positions, kinds, src, dst, images @ cell, np.array([known["energy"]]), forces, stress[None], np.array([per_volume])
 
 
 def batch(structures: Sequence[Arrays], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -105,26 +108,47 @@ def entry(matching: Matching, example: tuple[torch.Tensor, ...], lr: float) -> a
     return ab.Step(matching, [variant], optimizer_of(matching, lr), clip_norm=10.0, ema=0.99)
 
 
+def read(path: str, model: nn.Module) -> list[Arrays]:
+    """Return the structures of a file, without those that have no two atoms within the cutoff: they do not train the network."""
+    structures = []
+    for number, atoms in enumerate(ase.io.read(path, ":"), 1):
+        try:
+            structures.append(arrays_of(atoms, model.atomic_numbers.tolist(), float(model.r_max)))
+        except ValueError as error:
+            raise ValueError(f"{path}, structure {number}: {error}") from error
+    return [arrays for arrays in structures if len(arrays[2])]
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("data", help="structures in extended XYZ, with energies, forces and perhaps stresses")
     parser.add_argument("output", help="the model to write, such as trained.model")
     parser.add_argument("model", nargs="?", help="a file that mace_run_train wrote, to start from")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=4, help="structures in a batch")
+    parser.add_argument("--head", help="the name of the head to train, if the model has several")
+    parser.add_argument("--epochs", type=positive, default=10)
+    parser.add_argument("--batch", type=positive, default=4, help="structures in a batch")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--float32", action="store_true", help="train in float32. The default is the model's own dtype")
     options = parser.parse_args()
-    if not Path(options.output).absolute().parent.is_dir():
-        parser.error(f"{options.output}: expected a file in a folder that exists. Make the folder first.")
+    output = Path(options.output).absolute()
+    if output.is_dir() or not output.parent.is_dir():
+        parser.error(f"{options.output}: expected the path of a file in a folder that exists. Name another one.")
     warnings.filterwarnings("ignore", message=r".*(torch\.jit|TorchScript)")  # of e3nn and MACE, which use it
     model = load_model(options.model) if options.model else random_model()
     model = model.float() if options.float32 else model
-    matching, dtype = Matching(Energies(without_torchscript(model))), next(model.parameters()).dtype
-    data, numbers = ase.io.read(options.data, ":"), model.atomic_numbers.tolist()
-    if unknown := {int(z) for atoms in data for z in atoms.numbers} - set(numbers):
-        parser.error(f"{options.data}: expected atomic numbers of the model, {numbers}, got {sorted(unknown)}. Start from a model that knows them.")
-    structures = [arrays_of(atoms, numbers, float(model.r_max)) for atoms in data]
+    dtype = next(model.parameters()).dtype
+    try:
+        matching, structures = Matching(Energies(without_torchscript(model), options.head)), read(options.data, model)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not structures:
+        parser.error(f"{options.data}: expected structures with atoms within the model's cutoff of {float(model.r_max):g} Å, got none.")
     random = np.random.default_rng(0)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +160,7 @@ def main() -> None:
         chosen = ([structures[i] for i in order[k : k + options.batch]] for k in range(0, len(order), options.batch))
         losses = []
         for part in chosen:
-            step.ema = min(0.99, (1 + step.count) / (10 + step.count))  # averages of a short training, too, as in mace_run_train
+            step.ema = min(0.99, (2 + step.count) / (11 + step.count))  # averages of a short training, too, as in mace_run_train --ema
             losses.append(float(step(*batch(part, dtype))))
         print(f"epoch {epoch + 1}: loss {np.mean(losses):.4g}", flush=True)
     with torch.no_grad():

@@ -108,3 +108,88 @@ def test_the_loss_is_of_eagers_energies_forces_and_stresses(monkeypatch: pytest.
     arguments[6], arguments[7] = total.detach()[None], -torch.autograd.grad(total, positions)[0]
     arguments[8] = torch.from_numpy(stress)[None]
     assert float(made["Matching"](potential)(*arguments)) < 1e-12  # energies, forces and stresses are the model's own
+
+
+def test_a_head_is_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = example(monkeypatch)
+    import e3nn
+    from ase.build import molecule
+    from mace import modules
+    from mace.calculators import MACECalculator
+
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        blocks = modules.interaction_classes
+        model = modules.ScaleShiftMACE(
+            r_max=5.0,
+            num_bessel=8,
+            num_polynomial_cutoff=5,
+            max_ell=2,
+            interaction_cls=blocks["RealAgnosticResidualInteractionBlock"],
+            interaction_cls_first=blocks["RealAgnosticInteractionBlock"],
+            num_interactions=2,
+            num_elements=3,
+            hidden_irreps=e3nn.o3.Irreps("8x0e+8x1o"),
+            MLP_irreps=e3nn.o3.Irreps("8x0e"),
+            gate=nn.functional.silu,
+            atomic_energies=np.array([[-1.0, -3.0, -5.0], [-10.0, -30.0, -50.0]]),
+            avg_num_neighbors=8.0,
+            atomic_numbers=[1, 6, 8],
+            correlation=2,
+            radial_type="bessel",
+            atomic_inter_scale=[1.0, 1.0],
+            atomic_inter_shift=[0.0, 0.0],
+            heads=["pt_head", "Default"],
+        ).eval()
+        atoms = molecule("CO")
+        energies = []
+        for head in ("pt_head", "Default"):
+            atoms.calc = MACECalculator(models=[model], device="cpu", default_dtype="float64", head=head)
+            energies.append(atoms.get_potential_energy())
+    finally:
+        torch.set_default_dtype(default)
+    assert abs(energies[0] - energies[1]) > 1
+    plain = made["without_torchscript"](model)
+    atoms.calc.results = {"energy": 0.0, "forces": np.zeros((2, 3))}
+    arguments = made["batch"]([made["arrays_of"](atoms, [1, 6, 8], 5.0)], torch.float64)[:5]
+    assert [made["Energies"](plain, head)(*arguments).sum().item() for head in ("pt_head", "Default")] == pytest.approx(energies)
+    for head in (None, "default"):
+        with pytest.raises(ValueError, match=f"head: expected one of pt_head, Default, got {head}"):
+            made["Energies"](plain, head)
+
+
+def test_what_a_file_may_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = example(monkeypatch)
+    from ase import Atoms
+    from ase.constraints import FixAtoms
+    from ase.io import write
+
+    model, (box, molecule, *_) = made["random_model"](torch.float64), structures()[1::-1]
+    forces, isolated = box.get_forces(), Atoms("H")
+    box.set_constraint(FixAtoms([0, 1]))
+    isolated.calc = type(molecule.calc)(isolated, energy=-1.0, forces=np.zeros((1, 3)))
+    write(tmp_path / "data.xyz", [isolated, box, molecule])
+    read = made["read"](str(tmp_path / "data.xyz"), model)
+    assert [len(arrays[0]) for arrays in read] == [9, 3]  # not the atom on its own
+    np.testing.assert_allclose(read[0][6], forces, atol=1e-7)  # also those of fixed atoms
+    assert read[0][8] > 0 == read[1][8]  # only one has a volume
+    bare = molecule.copy()
+    write(tmp_path / "bare.xyz", [molecule, bare])
+    with pytest.raises(ValueError, match=r"bare\.xyz, structure 2: expected energy and forces, got no energy and no forces"):
+        made["read"](str(tmp_path / "bare.xyz"), model)
+    other = Atoms("HF", [[0, 0, 0], [0, 0, 1]])
+    other.calc = type(molecule.calc)(other, energy=0.0, forces=np.zeros((2, 3)))
+    write(tmp_path / "other.xyz", other)
+    with pytest.raises(ValueError, match=r"structure 1: expected atomic numbers of the model, \[1, 6, 8\], got \[9\]"):
+        made["read"](str(tmp_path / "other.xyz"), model)
+
+
+def test_frozen_parameters_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = example(monkeypatch)
+    model = made["random_model"](torch.float64)
+    for parameter in model.node_embedding.parameters():
+        parameter.requires_grad_(False)
+    frozen = {name for name, parameter in made["without_torchscript"](model).named_parameters() if not parameter.requires_grad}
+    assert frozen == {f"node_embedding.{name}" for name, _ in model.node_embedding.named_parameters()} != set()
