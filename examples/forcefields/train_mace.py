@@ -26,7 +26,7 @@ import aot_backward as ab
 import aot_backward_runtime
 
 FORCES, STRESS = 100.0, 1.0
-"""Weights of the squared errors in the loss, beside 1 for the energy of an atom: those of ``mace_run_train``."""
+"""Weights of the squared errors in the loss, as in ``mace_run_train``. The energy of an atom has the weight 1."""
 
 
 class Matching(nn.Module):
@@ -153,7 +153,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         print("exporting takes about two minutes", flush=True)
-        path = ab.export(Path(folder) / "step.pt2", {"fit": entry(matching, batch((structures * 2)[:2], dtype), options.lr)})
+        example = batch((structures * 2)[:2], dtype)  # a file may have one structure
+        path = ab.export(Path(folder) / "step.pt2", {"fit": entry(matching, example, options.lr)})
         step = aot_backward_runtime.load(path).step()
     for epoch in range(options.epochs):
         order = random.permutation(len(structures))

@@ -193,3 +193,25 @@ def test_frozen_parameters_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         parameter.requires_grad_(False)
     frozen = {name for name, parameter in made["without_torchscript"](model).named_parameters() if not parameter.requires_grad}
     assert frozen == {f"node_embedding.{name}" for name, _ in model.node_embedding.named_parameters()} != set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.xyz", "trained.model", "--batch", "0"], "argument --batch: invalid positive value: '0'"),
+        (["data.xyz", "trained.model", "--epochs", "-1"], "argument --epochs: invalid positive value: '-1'"),
+        (["data.xyz", "."], ".: expected the path of a file in a folder that exists"),
+        (["data.xyz", "missing/trained.model"], "missing/trained.model: expected the path of a file in a folder that exists"),
+        (["data.xyz", "trained.model"], "No such file or directory: 'data.xyz'"),
+    ],
+)
+def test_wrong_arguments_are_named_before_exporting(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = example(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train_mace.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        made["main"]()
+    printed = capsys.readouterr()
+    assert end.value.code == 2 and message in printed.err and "exporting" not in printed.out
