@@ -65,7 +65,11 @@ _HOME |= dict.fromkeys(
     "aot_backward_runtime",
 )
 _HOME |= {"derivatives": "aot_backward.derivative_entries"}
-_HOME |= {"convert": "aot_backward.onnx.convert", "export_onnx": "aot_backward.onnx.export", "forcefield": "aot_backward.forcefield_entry"}
+_HOME |= {
+    "convert": "aot_backward.onnx.convert",
+    "export_onnx": "aot_backward.onnx.export",
+    "forcefield": "aot_backward.forcefield_entry",
+}
 _HOME |= {
     "rebuild": "aot_backward.packaging.rebuild",
     "record": "aot_backward.recording.record",

@@ -37,31 +37,35 @@ def export(
 ) -> Path:
     """Compile entries ahead of time, compare each with eager, and write them into one package.
 
-    Your modules stay unchanged: parameters, buffers, ``.grad``, modes and the random state. If a result is wrong or cannot be computed, nothing is
-    written.
+    Your modules stay unchanged: parameters, buffers, ``.grad``, modes and the random state. If a result is wrong or
+    cannot be computed, nothing is written.
 
     Args:
         path: The file to write, such as "model.pt2".
         entries: The programs to export, by name: each a :class:`Module`, a :class:`Function`, a :class:`Grad` or a
             :class:`Step`.
-        target: The processors or the GPUs to compile for; separate several by commas, and ``load`` takes the best one for its machine. "cpu" is any
-            x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one, "cpu:avx512" a newer one, "cpu:neon" a 64-bit one of Arm,
-            which needs a compiler for it (``docs/how-to/raspberry-pi.md``). "cuda" is this machine's GPU. "cuda:sm_90" and
-            others are GPUs that need not be here (``docs/rebuild.md``).
+        target: The processors or the GPUs to compile for; separate several by commas, and ``load`` takes the best one
+            for its machine. "cpu" is any x86-64-v3 processor (the same as "cpu:avx2"), "cpu:sse4" an older one,
+            "cpu:avx512" a newer one, "cpu:neon" a 64-bit one of Arm, which needs a compiler for it
+            (``docs/how-to/raspberry-pi.md``). "cuda" is this machine's GPU. "cuda:sm_90" and others are GPUs that need
+            not be here (``docs/rebuild.md``).
         weights: Whether to write the weights too. Without them, bind yours with ``load(path, weights=…)``.
-        portable: Whether to write the graphs as data too. Without them the package can neither be rebuilt for another torch or target nor converted.
-        tune: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships the fastest; it logs a warning
-            for a variant that is slower than eager. "none" times nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
-        runtime: "standalone" requires that every entry runs without PyTorch (``docs/native.md``); code that cannot run here is marked "not run".
-            "torch" and None do not require it: if ``aot-backward-native`` is installed, export tries it, and the package states the result.
-        metadata: A JSON object of your own, such as a version or an author; it is ``load(path).metadata``. Entries have their own.
+        portable: Whether to write the graphs as data too. Without them the package can neither be rebuilt for another
+        torch or target nor converted. tune: "quick" compiles a variant in each way that the graph gives reason for,
+        times them and eager, and ships the fastest; it logs a warning for a variant that is slower than eager. "none"
+        times nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
+        runtime: "standalone" requires that every entry runs without PyTorch (``docs/native.md``); code that cannot run
+            here is marked "not run". "torch" and None do not require it: if ``aot-backward-native`` is installed,
+            export tries it, and the package states the result. metadata: A JSON object of your own, such as a version
+            or an author; it is ``load(path).metadata``. Entries have their own.
         progress: A function that is called as ``progress(stage, done, total)``.
 
     Returns:
         The path of the package.
 
     Raises:
-        ExportError: An entry cannot be exported correctly, or an argument is invalid. The message names the operator, the tensor or the size.
+        ExportError: An entry cannot be exported correctly, or an argument is invalid. The message names the operator,
+            the tensor or the size.
 
     Examples:
         >>> variant = ab.Variant((torch.randn(4, 8),))
@@ -80,7 +84,16 @@ def export(
     check_destination(path)
     own_metadata = metadata_text(metadata, "metadata")
     if target.startswith("cuda:"):
-        return _for_absent_gpus(path, entries, target, weights=weights, portable=portable, tune=tune, metadata=own_metadata, progress=progress)
+        return _for_absent_gpus(
+            path,
+            entries,
+            target,
+            weights=weights,
+            portable=portable,
+            tune=tune,
+            metadata=own_metadata,
+            progress=progress,
+        )
     manifest = checked_package(
         path,
         entries,
@@ -97,17 +110,34 @@ def export(
 
 
 def _for_absent_gpus(
-    path: Path, entries: Entries, target: str, *, weights: bool, portable: bool, tune: str, metadata: str, progress: Progress | None
+    path: Path,
+    entries: Entries,
+    target: str,
+    *,
+    weights: bool,
+    portable: bool,
+    tune: str,
+    metadata: str,
+    progress: Progress | None,
 ) -> Path:
-    """Compile for the CPU and compare with eager there, which casts under autocast as on a GPU. Then compile the same graphs for the GPUs; without a
-    GPU these are not compared."""
+    """Compile for the CPU and compare with eager there, which casts under autocast as on a GPU. Then compile the same
+    graphs for the GPUs; without a GPU these are not compared."""
     from .packaging.rebuild import check_target, rebuild
 
     check_target(target)  # before minutes of compiling
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         with as_on_gpu():
             cpu_path = Path(folder) / "cpu.pt2"
-            checked_package(cpu_path, entries, "cpu", weights=weights, portable=True, tune=tune, metadata=metadata, progress=progress or silent)
+            checked_package(
+                cpu_path,
+                entries,
+                "cpu",
+                weights=weights,
+                portable=True,
+                tune=tune,
+                metadata=metadata,
+                progress=progress or silent,
+            )
         return rebuild(cpu_path, path, target=target, with_graphs=portable, captured_for="cuda", progress=progress)
 
 
@@ -128,14 +158,16 @@ def export_module(
 ) -> Path:
     """Export one module with its forward and backward, in its present mode and in one variant.
 
-    The package has one entry, "module". See :class:`Module` and :class:`Variant` for details, and :func:`export` for packages of several entries.
+    The package has one entry, "module". See :class:`Module` and :class:`Variant` for details, and :func:`export` for
+    packages of several entries.
 
     Args:
         module: The module. Call ``train()`` or ``eval()`` before.
         args: Example arguments. Their dtypes and ranks are fixed; so are their sizes, except for dynamic ones.
         kwargs: Example keyword arguments.
         dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
-        requires_grad: Names of the inputs and parameters that get a gradient; the default is every tensor that requires one now.
+        requires_grad: Names of the inputs and parameters that get a gradient; the default is every tensor that requires
+            one now.
         order: The highest order of derivatives; 2 also compiles differentiable gradients.
         target: As for :func:`export`.
         tune: As for :func:`export`.
@@ -178,7 +210,8 @@ def export_function(
     path: str | os.PathLike[str],
     progress: Progress | None = None,
 ) -> Path:
-    """Export one function or module without gradients. It may compute derivatives itself, with ``torch.autograd.grad`` or ``torch.func``.
+    """Export one function or module without gradients. It may compute derivatives itself, with ``torch.autograd.grad``
+    or ``torch.func``.
 
     The package has one entry, "function". See :class:`Function` and :class:`Variant` for details.
 
@@ -235,8 +268,8 @@ def export_grad(
         fn_or_module: A function or a module that returns a scalar loss, or ``(loss, aux)``.
         args: Example arguments.
         kwargs: Example keyword arguments.
-        wrt: Names of the inputs or parameters to differentiate, "parameters" or "inputs"; the default is the parameters of a module, and the inputs
-            of a function.
+        wrt: Names of the inputs or parameters to differentiate, "parameters" or "inputs"; the default is the parameters
+            of a module, and the inputs of a function.
         has_aux: Whether the result is ``(loss, aux)``.
         dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
         target: As for :func:`export`.
@@ -295,7 +328,8 @@ def export_step(
         module: The module to train.
         args: Example arguments of the module and, with a ``loss_fn``, its target as the last.
         kwargs: Example keyword arguments of the module.
-        loss_fn: A function that returns the loss, called as ``loss_fn(output, target)``. Without it, the module returns the loss.
+        loss_fn: A function that returns the loss, called as ``loss_fn(output, target)``. Without it, the module returns
+            the loss.
         optimizer: The optimizer of the module's parameters; any ``torch.optim`` optimizer except LBFGS and SparseAdam.
         dynamic_shapes: The dynamic sizes, as for ``torch.export.export``.
         target: As for :func:`export`.
@@ -344,12 +378,16 @@ def export_step(
 
 def check_entries(entries: Any) -> None:
     if not isinstance(entries, Mapping):
-        raise ExportError(f"entries is a {type(entries).__name__}; expected a dict, {{'module': Module(net, [Variant((x,))])}}")
+        raise ExportError(
+            f"entries is a {type(entries).__name__}; expected a dict, {{'module': Module(net, [Variant((x,))])}}"
+        )
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise ExportError(f"an entry is named {name!r}; expected a string")
         if not isinstance(entry, Module | Function | Grad | Step):
-            raise ExportError(f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Function, a Grad or a Step")
+            raise ExportError(
+                f"entry {name!r} is a {type(entry).__name__}; expected a Module, a Function, a Grad or a Step"
+            )
         metadata_text(entry.metadata, f"metadata of entry {name!r}")
         if not isinstance(entry.variants, Sequence) or not all(isinstance(v, Variant) for v in entry.variants):
             raise ExportError(f"entry {name!r}: variants is {entry.variants!r:.80}; expected a list, [Variant((x,))]")

@@ -1,4 +1,5 @@
-"""Export an interatomic potential so that simulation programs can run it: ``ab.forcefield`` (``docs/how-to/hosts.md``)."""
+"""Export an interatomic potential so that simulation programs can run it: ``ab.forcefield``
+(``docs/how-to/hosts.md``)."""
 
 from __future__ import annotations
 
@@ -35,29 +36,33 @@ def forcefield(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Grad:
-    """Return an entry that ASE, OpenMM and LAMMPS run as a force field: energy, forces and virial for any number of atoms and edges.
+    """Return an entry that ASE, OpenMM and LAMMPS run as a force field: energy, forces and virial for any number of
+    atoms and edges.
 
-    The edges are all pairs of atoms within the cutoff, in both directions, also with periodic images. Atom ``src[k]`` sees atom ``dst[k]`` at
-    ``positions[dst[k]] + shift[k]``. The energy must depend on positions only through these vectors.
+    The edges are all pairs of atoms within the cutoff, in both directions, also with periodic images. Atom ``src[k]``
+    sees atom ``dst[k]`` at ``positions[dst[k]] + shift[k]``. The energy must depend on positions only through these
+    vectors.
 
     Args:
-        energies: A function or a module, ``energies(positions, species, src, dst, shift)``. It returns the energy of each atom, ``(n,)``, for
-            ``positions`` ``(n, 3)``, ``species`` ``(n,)`` (int64, numbers in the list ``species``), ``src`` and ``dst`` ``(e,)`` (int64) and
-            ``shift`` ``(e, 3)``. The modules that a function calls are variables of its closure or globals.
+        energies: A function or a module, ``energies(positions, species, src, dst, shift)``. It returns the energy of
+            each atom, ``(n,)``, for ``positions`` ``(n, 3)``, ``species`` ``(n,)`` (int64, numbers in the list
+            ``species``), ``src`` and ``dst`` ``(e,)`` (int64) and ``shift`` ``(e, 3)``. The modules that a function
+            calls are variables of its closure or globals.
         atoms: An example: at least two atoms with neighbors. Sizes and species of later calls may differ.
-        cutoff: The largest distance of neighbors, in units of ``length``. The energy must not depend on atoms farther away.
+        cutoff: The largest distance of neighbors, in units of ``length``. The energy must not depend on atoms farther
+            away.
         species: The chemical symbols in the order of the model's numbers: ``species[0]`` is the model's species 0.
         energy: The unit of the energies: "eV", "Ha", "kcal/mol" or "kJ/mol".
         length: The unit of positions and cutoff: "Ang", "nm" or "Bohr".
-        layers: How many cutoffs away an atom's energy depends on others: the number of message passing layers, 1 without messages. It is an error
-            if the energy of a chain of atoms shows more.
+        layers: How many cutoffs away an atom's energy depends on others: the number of message passing layers, 1
+            without messages. It is an error if the energy of a chain of atoms shows more.
         dtype: The dtype of positions. By default, that of the model's parameters, else float64.
         metadata: Further metadata of the entry, such as a name or a reference.
 
     Returns:
-        The entry, for :func:`export`. Its inputs are ``positions``, ``species``, ``src``, ``dst``, ``shift``, ``strain`` ``(3, 3)`` and ``own``
-        ``(n,)``. Its value is the energy of the atoms with ``own`` 1, and ``{"energies": (n,)}``. Its gradients are by ``positions``, ``strain`` and
-        ``shift``.
+        The entry, for :func:`export`. Its inputs are ``positions``, ``species``, ``src``, ``dst``, ``shift``,
+        ``strain`` ``(3, 3)`` and ``own`` ``(n,)``. Its value is the energy of the atoms with ``own`` 1, and
+        ``{"energies": (n,)}``. Its gradients are by ``positions``, ``strain`` and ``shift``.
 
     Raises:
         ExportError: An argument is wrong, or the function does not follow the convention.
@@ -72,11 +77,17 @@ def forcefield(
         >>> path = ab.export("copper.pt2", {"copper": entry})
     """
     if energy not in ENERGIES:
-        raise ExportError(f"energy: expected one of {', '.join(ENERGIES)}, got {energy!r}. Convert the energies to one of them.")
+        raise ExportError(
+            f"energy: expected one of {', '.join(ENERGIES)}, got {energy!r}. Convert the energies to one of them."
+        )
     if length not in LENGTHS:
-        raise ExportError(f"length: expected one of {', '.join(LENGTHS)}, got {length!r}. Convert the positions to one of them.")
+        raise ExportError(
+            f"length: expected one of {', '.join(LENGTHS)}, got {length!r}. Convert the positions to one of them."
+        )
     if not cutoff > 0:
-        raise ExportError(f"cutoff: expected a positive length, got {cutoff!r}. Give the largest distance of neighbors.")
+        raise ExportError(
+            f"cutoff: expected a positive length, got {cutoff!r}. Give the largest distance of neighbors."
+        )
     program = _ForceField(energies)
     own_metadata = dict(metadata or {})
     example = _example(atoms, cutoff, species, LENGTHS[length], dtype or _dtype_of(program))
@@ -88,7 +99,14 @@ def forcefield(
         )
     _check_ends(program, example, cutoff, layers)
     _warn_of_a_jump(program, example, cutoff)
-    facts = {"forcefield": 1, "cutoff": float(cutoff), "species": list(species), "energy": energy, "length": length, "layers": layers}
+    facts = {
+        "forcefield": 1,
+        "cutoff": float(cutoff),
+        "species": list(species),
+        "energy": energy,
+        "length": length,
+        "layers": layers,
+    }
     if clash := sorted(facts.keys() & own_metadata.keys()):
         raise ExportError(f"metadata: expected names other than {', '.join(facts)}, got {clash[0]!r}. Rename it.")
     count, edges = {0: torch.export.Dim("atoms", min=1)}, {0: torch.export.Dim("edges", min=0)}
@@ -118,7 +136,9 @@ class _ForceField(nn.Module):
         each = self.energies(positions + positions @ symmetric, species, src, dst, shift + shift @ symmetric)
         if not isinstance(each, torch.Tensor) or each.shape != own.shape:
             got = tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
-            raise ExportError(f"energies: expected a tensor of shape {tuple(own.shape)}, one energy an atom, got {got}. Return one for each atom.")
+            raise ExportError(
+                f"energies: expected a tensor of shape {tuple(own.shape)}, one energy an atom, got {got}. Return one for each atom."
+            )
         each = each * own
         return each.sum(), {"energies": each}
 
@@ -127,13 +147,17 @@ def _dtype_of(program: nn.Module) -> torch.dtype:
     return next((p.dtype for p in program.parameters() if p.is_floating_point()), torch.float64)
 
 
-def _example(atoms: Atoms, cutoff: float, species: Sequence[str], length: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _example(
+    atoms: Atoms, cutoff: float, species: Sequence[str], length: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """Return the inputs of the entry for ``atoms``; ``length``: the model's unit in Ångström."""
     from ase.neighborlist import neighbor_list
 
     names = list(species)
     if unknown := sorted(set(atoms.symbols) - set(names)):
-        raise ExportError(f"atoms: expected the species {', '.join(names)}, got {unknown[0]}. Add it to species, or give another example.")
+        raise ExportError(
+            f"atoms: expected the species {', '.join(names)}, got {unknown[0]}. Add it to species, or give another example."
+        )
     if twice := sorted({s for s in names if names.count(s) > 1}):
         raise ExportError(f"species: expected each symbol once, got {twice[0]} twice. Remove one.")
     src, dst, images = neighbor_list("ijS", atoms, cutoff * length)
@@ -151,7 +175,8 @@ def _example(atoms: Atoms, cutoff: float, species: Sequence[str], length: float,
 
 
 def _check_convention(program: _ForceField, example: tuple[torch.Tensor, ...]) -> None:
-    """Raise :class:`ExportError` if the energies change when an atom moves to another periodic image, and its edges with it."""
+    """Raise :class:`ExportError` if the energies change when an atom moves to another periodic image, and its edges
+    with it."""
     positions, species, src, dst, shift, *rest = example
     lattice = torch.tensor([3.0, -5.0, 7.0], dtype=positions.dtype)
     first = src[:1]
@@ -173,7 +198,13 @@ def _warn_of_a_jump(program: _ForceField, example: tuple[torch.Tensor, ...], cut
 
     def value(distance: float, edges: int) -> float:
         ends = torch.arange(2)[:edges]
-        inputs = positions.new_tensor([[0.0, 0.0, 0.0], [distance, 0.0, 0.0]]), pair, ends, 1 - ends, positions.new_zeros(edges, 3)
+        inputs = (
+            positions.new_tensor([[0.0, 0.0, 0.0], [distance, 0.0, 0.0]]),
+            pair,
+            ends,
+            1 - ends,
+            positions.new_zeros(edges, 3),
+        )
         return program(*inputs, positions.new_zeros(3, 3), positions.new_ones(2))[0].item()
 
     alone = value(cutoff, 0)
@@ -196,8 +227,8 @@ def _chain(example: tuple[torch.Tensor, ...], cutoff: float) -> tuple[torch.Tens
 
 
 def _check_ends(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff: float, layers: int) -> None:
-    """Raise :class:`ExportError` if an atom's energy needs other edges than those that begin at atoms less than ``layers`` edges away. LAMMPS passes
-    only these on several ranks."""
+    """Raise :class:`ExportError` if an atom's energy needs other edges than those that begin at atoms less than
+    ``layers`` edges away. LAMMPS passes only these on several ranks."""
     positions, species, src, dst, shift, *rest = _chain(example, cutoff)
     kept = src < layers
     whole = program(positions, species, src, dst, shift, *rest)[1]["energies"][0].detach()
@@ -210,11 +241,14 @@ def _check_ends(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff:
 
 
 def _measured_layers(program: _ForceField, example: tuple[torch.Tensor, ...], cutoff: float) -> int:
-    """Return how many edges away the energy of the first atom of a chain depends on others, at most ``_MOST_LAYERS``."""
+    """Return how many edges away the energy of the first atom of a chain depends on others, at most
+    ``_MOST_LAYERS``."""
     positions, species, src, dst, *rest = _chain(example, cutoff)
     positions.requires_grad_()
     first = program(positions, species, src, dst, *rest)[1]["energies"][0]
     if not first.requires_grad:
-        raise ExportError("energies: expected energies that depend on positions, got constants. Compute them from positions without detach().")
+        raise ExportError(
+            "energies: expected energies that depend on positions, got constants. Compute them from positions without detach()."
+        )
     (gradient,) = torch.autograd.grad(first, positions)
     return max(1, *gradient.abs().sum(1).nonzero().flatten().tolist())

@@ -1,4 +1,5 @@
-"""Find the source of operators that a package calls and PyTorch itself lacks: a process that loads the package must register them, too."""
+"""Find the source of operators that a package calls and PyTorch itself lacks: a process that loads the package must
+register them, too."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ log = logging.getLogger("aot_backward")
 
 
 def operators_of(manifest: Manifest) -> dict[str, OperatorSpec]:
-    """Return the operators that the libraries call and PyTorch lacks, each with its source here or, if it has none, the source in ``manifest``."""
-    operators = sorted({o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators})
+    """Return the operators that the libraries call and PyTorch lacks, each with its source here or, if it has none, the
+    source in ``manifest``."""
+    operators = sorted(
+        {o for spec in manifest.libraries.values() for build in spec.every_build for o in build.operators}
+    )
     specs = {o: _registered_by(o) for o in operators if o.partition("::")[0] not in torch_api.NAMESPACES}
     custom_specs = {o: s for o, s in specs.items() if s.module.partition(".")[0] != "torch"}
     return {o: s if s != OperatorSpec() else manifest.operators.get(o, s) for o, s in custom_specs.items()}
@@ -49,8 +53,9 @@ def _advice(spec: OperatorSpec) -> str:
 
 
 def _registered_by(operator: str) -> OperatorSpec:
-    """Return the source of an operator, found by its ``torch.library.custom_op``; the C++ library's own statement (``m.set_python_module``); the
-    Python file that defined it or registered its tracing rules; a compiled extension that contains its name."""
+    """Return the source of an operator, found by its ``torch.library.custom_op``; the C++ library's own statement
+    (``m.set_python_module``); the Python file that defined it or registered its tracing rules; a compiled extension
+    that contains its name."""
     name, _, overload = operator.partition(".")
     module = sys.modules.get(torch_api.module_of_custom_op(name))
     if module is not None:
@@ -65,8 +70,13 @@ def _registered_by(operator: str) -> OperatorSpec:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """Yield the imported modules, except torch's own, which others register through; ``__main__`` last: a script may have imported itself by name."""
-    yield from (m for n, m in list(sys.modules.items()) if isinstance(m, ModuleType) and n.partition(".")[0] not in ("__main__", "torch"))
+    """Yield the imported modules, except torch's own, which others register through; ``__main__`` last: a script may
+    have imported itself by name."""
+    yield from (
+        m
+        for n, m in list(sys.modules.items())
+        if isinstance(m, ModuleType) and n.partition(".")[0] not in ("__main__", "torch")
+    )
     yield sys.modules["__main__"]
 
 
@@ -88,7 +98,9 @@ def _importable(module: ModuleType) -> bool:
         return False
     module_spec = next((s for finder in sys.meta_path if (s := finder.find_spec(top, None)) is not None), None)
     file = _file(root)
-    return module_spec is not None and (module_spec.origin is None or file is None or Path(module_spec.origin).resolve() == file.resolve())
+    return module_spec is not None and (
+        module_spec.origin is None or file is None or Path(module_spec.origin).resolve() == file.resolve()
+    )
 
 
 def _holds(file: Path, name: str) -> bool:

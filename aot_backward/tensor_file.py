@@ -29,7 +29,11 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write ``path``. The old file stays if that fails."""
-    unknown = [f"{name!r} of {t.dtype}" for name, t in tensors.items() if not stored_as(dtype_name(t), ())[0] or t.dtype is torch.complex128]
+    unknown = [
+        f"{name!r} of {t.dtype}"
+        for name, t in tensors.items()
+        if not stored_as(dtype_name(t), ())[0] or t.dtype is torch.complex128
+    ]
     if unknown:
         raise AotBackwardError(f"safetensors has no dtype for {', '.join(unknown)}")
     header, order = write_header({name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()})

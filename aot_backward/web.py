@@ -1,7 +1,7 @@
 """Write a package as a WebAssembly module with its weights in a separate file, for browsers and Node.js.
 
-The module is the C library, its standalone backend and the compiled graphs, linked by emscripten. It reads the package, which has the manifest and
-the weights but no code, so that guards, errors and state files are those of C.
+The module is the C library, its standalone backend and the compiled graphs, linked by emscripten. It reads the package,
+which has the manifest and the weights but no code, so that guards, errors and state files are those of C.
 """
 
 from __future__ import annotations
@@ -31,9 +31,34 @@ from .packaging.rebuild import rebuild
 TARGET = "cpu:wasm"
 FILES = ("index.mjs", "index.d.mts", "module.mjs", "module.wasm", "package.pt2")
 _FUNCTIONS = (
-    *("error", "open", "digest", "entries", "entry", "entry_kind", "metadata", "seed", "get", "free", "train", "variants", "count"),
-    *("describe", "convert", "scale", "run", "served", "forward", "backward", "state", "accumulate", "update", "zero_grad", "number"),
-    *("progress_of", "save", "resume"),
+    "error",
+    "open",
+    "digest",
+    "entries",
+    "entry",
+    "entry_kind",
+    "metadata",
+    "seed",
+    "get",
+    "free",
+    "train",
+    "variants",
+    "count",
+    "describe",
+    "convert",
+    "scale",
+    "run",
+    "served",
+    "forward",
+    "backward",
+    "state",
+    "accumulate",
+    "update",
+    "zero_grad",
+    "number",
+    "progress_of",
+    "save",
+    "resume",
 )
 """Functions of ``aot_backward.h`` that ``index.mjs`` calls, without their prefix."""
 _LINK = (
@@ -48,25 +73,32 @@ _LINK = (
 
 
 def export(folder: Path, entries: Entries, *, tune: str | None = None, progress: Progress = silent) -> list[Path]:
-    """Compile entries, compare each with eager, natively and as WebAssembly in Node.js, and write the files of :data:`FILES` to ``folder``.
+    """Compile entries, compare each with eager, natively and as WebAssembly in Node.js, and write the files of
+    :data:`FILES` to ``folder``.
 
     Raises:
-        ExportError: An entry cannot be exported correctly or needs PyTorch, or there is no emscripten or no Node.js. Nothing is written.
+        ExportError: An entry cannot be exported correctly or needs PyTorch, or there is no emscripten or no Node.js.
+            Nothing is written.
     """
     _check(folder)
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as temporary:
         package = Path(temporary) / "both.pt2"
-        api.export(package, entries, target=f"cpu,{TARGET}", portable=False, tune=tune, runtime="standalone", progress=progress)
+        api.export(
+            package, entries, target=f"cpu,{TARGET}", portable=False, tune=tune, runtime="standalone", progress=progress
+        )
         return _write(open_package(package), folder)
 
 
 def convert(package: Path, folder: Path, *, progress: Progress = silent) -> list[Path]:
-    """Write the same files for a package, which is rebuilt for WebAssembly if it has no code for it. Raises the errors of :func:`rebuild`, too."""
+    """Write the same files for a package, which is rebuilt for WebAssembly if it has no code for it. Raises the errors
+    of :func:`rebuild`, too."""
     _check(folder)
     archive = open_package(package)
     if all(target.machine != wasm.MACHINE for target in targets_of(archive.manifest)):
         with tempfile.TemporaryDirectory(prefix="aot-backward-") as temporary:
-            both = rebuild(package, Path(temporary) / "both.pt2", target=f"cpu,{TARGET}", with_graphs=False, progress=progress)
+            both = rebuild(
+                package, Path(temporary) / "both.pt2", target=f"cpu,{TARGET}", with_graphs=False, progress=progress
+            )
             return _write(open_package(both), folder)
     return _write(archive, folder)
 
@@ -85,7 +117,9 @@ def _check(folder: Path) -> None:
         if (folder / name).is_dir():
             raise ExportError(f"{folder / name}: expected a file or nothing, got a folder. Name another folder.")
     if not standalone.is_installed():
-        raise ExportError("the C library is part of aot-backward-native, which is not installed: pip install aot-backward-native")
+        raise ExportError(
+            "the C library is part of aot-backward-native, which is not installed: pip install aot-backward-native"
+        )
     gcc.compiler(wasm.MACHINE)
     if not emulated.emulator(wasm.MACHINE):
         raise ExportError("WebAssembly needs Node.js, and it was not found: apt-get install nodejs")
@@ -99,7 +133,9 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
         raise ExportError(f"{archive.path}: expected a package with weights, got one without. Export it with weights.")
     for name, entry in manifest.entries.items():
         if entry.standalone != standalone.VERIFIED:
-            raise ExportError(f"entry {name!r} {entry.standalone or 'stores no example'}. It does not run as WebAssembly, and nothing was written.")
+            raise ExportError(
+                f"entry {name!r} {entry.standalone or 'stores no example'}. It does not run as WebAssembly, and nothing was written."
+            )
     source = Path(importlib.import_module("aot_backward_native").source_dir())
     try:
         temporary_folder = tempfile.TemporaryDirectory(prefix=".aot-backward-", dir=folder.absolute().parent)
@@ -113,7 +149,9 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
             objects[-1].write_bytes(archive.read_member(spec.member))
             artifacts[name] = _without_code(archive, name, spec, objects[-1], work)
         native_libraries.linked(source, None, objects, _LINK, work, "module.mjs")
-        write_package(work / "package.pt2", dataclasses.replace(manifest, members={}), artifacts, load_weights(archive), {})
+        write_package(
+            work / "package.pt2", dataclasses.replace(manifest, members={}), artifacts, load_weights(archive), {}
+        )
         for name in ("index.mjs", "index.d.mts"):
             shutil.copy(source / "wasm" / name, work / name)
         try:
@@ -126,7 +164,8 @@ def _write(archive: Archive, folder: Path) -> list[Path]:
 
 
 def _without_code(archive: Archive, name: str, spec: LibrarySpec, code: Path, work: Path) -> Artifact:
-    """Return the compiled graph with a library that only names its code, so that the package does not run with another module."""
+    """Return the compiled graph with a library that only names its code, so that the package does not run with another
+    module."""
     library, metadata, extern = work / f"{name}.so", work / f"{name}_metadata.json", work / f"{name}.json"
     library.write_text(wasm.prefix_of(code))
     metadata.write_bytes(archive.read_member(spec.metadata))

@@ -19,12 +19,14 @@ PROGRAM = Path(__file__).parent / "support" / "cli_program.py"
 SLOW = Path(__file__).with_name("slow.txt")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores, and OpenMP's threads spin while they wait for each other: a step of 3 ms would take 100 ms.
+    # Workers share the cores, and OpenMP's threads spin while they wait for each other: a step of 3 ms would take 100
+    # ms.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled code for the next run, in a cache next to the user's or in ``AOT_BACKWARD_CACHE``. Parallel workers inherit the variables."""
+    """Keep compiled code for the next run, in a cache next to the user's or in ``AOT_BACKWARD_CACHE``. Parallel workers
+    inherit the variables."""
     if SHARED not in os.environ:
         config.stash[_MADE] = os.environ[SHARED] = tempfile.mkdtemp(prefix="aot-backward-tests-")
     kept = Path.home() / ".cache" / "aot-backward-tests"
@@ -53,10 +55,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 _MADE = pytest.StashKey[str]()
 
 
-def aot_backward(*arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def aot_backward(
+    *arguments: object, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run the command line in another process."""
     argv = [sys.executable, "-m", "aot_backward.cli", *map(str, arguments)]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        argv, capture_output=True, text=True, cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL
+    )
 
 
 @pytest.fixture(scope="session")

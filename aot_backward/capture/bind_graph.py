@@ -1,7 +1,8 @@
-"""Prepare one graph for the compiler: its parameters and buffers become constants, its inputs and outputs a plan of the runtime.
+"""Prepare one graph for the compiler: its parameters and buffers become constants, its inputs and outputs a plan of the
+runtime.
 
-Parameters and buffers become ``get_attr`` nodes. AOTInductor turns these into constants, which the runtime binds by pointer; they are never passed.
-"""
+Parameters and buffers become ``get_attr`` nodes. AOTInductor turns these into constants, which the runtime binds by
+pointer; they are never passed."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ Weights = Mapping[str, tuple[str, torch.Tensor]]
 
 
 class GraphBinder:
-    """Collects the results of ``graph``, which it modifies, binds its constants and makes its plan. ``joint``: the program that contains the
-    graph."""
+    """Collects the results of ``graph``, which it modifies, binds its constants and makes its plan. ``joint``: the
+    program that contains the graph."""
 
     def __init__(self, joint: Joint, graph: GraphModule, name: str, weights: Weights):
         self.joint, self.graph, self.name, self.weights = joint, graph, name, weights
@@ -41,14 +42,16 @@ class GraphBinder:
         self.donated: frozenset[int] = frozenset()  # saved tensors that nothing else refers to
 
     def result(self, node: Node, name: str = "") -> str:
-        """Add the node to the outputs of the compiled graph and return ``result:I``; a repeated node is computed once."""
+        """Add the node to the outputs of the compiled graph and return ``result:I``; a repeated node is computed
+        once."""
         if node not in self.results:
             self.results.append(node)
             self.names.append(name or node.name)
         return f"result:{self.results.index(node)}"
 
     def outputs(self, results: list[Any]) -> tuple[str, ...]:
-        """Return the sources of the program's flat output tensors; ``results`` are the graph's, in the joint graph's order."""
+        """Return the sources of the program's flat output tensors; ``results`` are the graph's, in the joint graph's
+        order."""
         start = self.joint.forward_values - len(self.joint.outputs)
         sources = []
         for i, output in enumerate(self.joint.outputs):
@@ -99,7 +102,13 @@ class GraphBinder:
                 if number in self.donated:
                     donated.append((len(operands), number))
                 # the name repeats the plan, and a reader compares the two
-                suffix = ", consumed" if number in self.donated else f" = {self.origins[node.name]}" if node.name in self.origins else ""
+                suffix = (
+                    ", consumed"
+                    if number in self.donated
+                    else f" = {self.origins[node.name]}"
+                    if node.name in self.origins
+                    else ""
+                )
                 operands.append(f"saved:{number}")
                 inputs.append(joint.sizes.spec(f"saved[{number}]{suffix}", node.meta["val"], False))
             elif kind == "input":
@@ -117,15 +126,29 @@ class GraphBinder:
         graph.graph.lint()
         graph.recompile()
         count = sum(1 for n in graph.graph.nodes if n.op == "call_function")
-        specs = tuple(joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True))
+        specs = tuple(
+            joint.sizes.spec(n, node.meta["val"], False) for n, node in zip(self.names, self.results, strict=True)
+        )
         if self.results:
-            graphs.append(Graph(self.name, graph, tuple(inputs), specs, constants, count, donated=tuple(i for i, _ in donated)))
+            graphs.append(
+                Graph(self.name, graph, tuple(inputs), specs, constants, count, donated=tuple(i for i, _ in donated))
+            )
         call = Call(self.name, tuple(operands)) if self.results else None
         consumes = tuple(i for _, i in donated)
-        return Plan(call, outputs, saved, watched, tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes)), gradients, consumes)
+        return Plan(
+            call,
+            outputs,
+            saved,
+            watched,
+            tuple(dict.fromkeys(reads)),
+            tuple(dict.fromkeys(writes)),
+            gradients,
+            consumes,
+        )
 
     def _replace_sizes(self) -> None:
-        """Replace size placeholders by sizes of tensor placeholders. If no tensor has the size, an empty one of shape (size, 0) carries it."""
+        """Replace size placeholders by sizes of tensor placeholders. If no tensor has the size, an empty one of shape
+        (size, 0) carries it."""
         graph, joint = self.graph, self.joint
         for node in graph.graph.find_nodes(op="placeholder"):
             if "val" not in node.meta:  # a non-tensor argument: its value is already in the graph
@@ -133,7 +156,9 @@ class GraphBinder:
         placeholders = list(graph.graph.find_nodes(op="placeholder"))
         size_sources: dict[Any, tuple[Node, int]] = {}
         for node in placeholders:
-            if isinstance(node.meta["val"], torch.Tensor) and (node.users or self.placeholders.get(node.name, ("saved",))[0] == "cotangent"):
+            if isinstance(node.meta["val"], torch.Tensor) and (
+                node.users or self.placeholders.get(node.name, ("saved",))[0] == "cotangent"
+            ):
                 for d, size in enumerate(node.meta["val"].shape):
                     size_sources.setdefault(expression_of(size), (node, d))
         for node in placeholders:
@@ -157,7 +182,13 @@ class GraphBinder:
             graph.graph.erase_node(node)
 
 
-def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, torch.Tensor], constants: dict[str, tuple[str, torch.Tensor]]) -> Node:
+def _attribute(
+    graph: GraphModule,
+    node: Node,
+    name: str,
+    weight: tuple[str, torch.Tensor],
+    constants: dict[str, tuple[str, torch.Tensor]],
+) -> Node:
     attribute = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
     if attribute[0].isdigit():  # from nn.Sequential; the compiler would rename it this way, and both names must match
         attribute = f"constant_{attribute}"
@@ -172,8 +203,8 @@ def _attribute(graph: GraphModule, node: Node, name: str, weight: tuple[str, tor
 
 
 def lift_constants(graph: GraphModule, constants: dict[str, tuple[str, torch.Tensor]], device: torch.device) -> None:
-    """Store and bind tensors that the program made or closed over like weights, but by content: each trace names them anew. In a graph for a GPU,
-    move numbers (0-d tensors on the CPU) to the GPU, as eager does."""
+    """Store and bind tensors that the program made or closed over like weights, but by content: each trace names them
+    anew. In a graph for a GPU, move numbers (0-d tensors on the CPU) to the GPU, as eager does."""
     for node in graph.graph.find_nodes(op="get_attr"):
         if node.target not in constants:
             value = operator.attrgetter(node.target)(graph)

@@ -1,14 +1,16 @@
 """Differences between eager on a GPU and on a CPU, for programs that are captured on a CPU and compiled for a GPU.
 
-**Autocast.** Each device has its own lists of operators to cast. Under CUDA's, softmax, normalisations, losses, powers and sums compute in float32;
-under the CPU's, most of them compute in their input's dtype. Within :func:`as_on_gpu` the CPU's autocast follows CUDA's lists, both in capture and
-in the eager run that it is compared with. The lists come from the header that torch was built with (``ATen/autocast_mode.h``; ``CastPolicy``
-describes them). ``torch.autocast("cuda")`` takes effect, although a machine without a GPU switches it off with a warning. So does
-``torch.autocast("cpu")``: a program that asks its tensors for their device would say "cuda" on a GPU. The cache of cast weights is off, as in every
-trace.
+**Autocast.** Each device has its own lists of operators to cast. Under CUDA's, softmax, normalisations, losses, powers
+and sums compute in float32; under the CPU's, most of them compute in their input's dtype. Within :func:`as_on_gpu` the
+CPU's autocast follows CUDA's lists, both in capture and in the eager run that it is compared with. The lists come from
+the header that torch was built with (``ATen/autocast_mode.h``; ``CastPolicy`` describes them).
+``torch.autocast("cuda")`` takes effect, although a machine without a GPU switches it off with a warning. So does
+``torch.autocast("cpu")``: a program that asks its tensors for their device would say "cuda" on a GPU. The cache of cast
+weights is off, as in every trace.
 
-**Dropout in attention.** A CPU computes a formula with ``dropout``; a GPU's attention kernels draw their own masks from the same seed. This is
-refused unless ``sdpa_kernel(SDPBackend.MATH)`` or dtype float64 makes eager use the formula on a GPU, too.
+**Dropout in attention.** A CPU computes a formula with ``dropout``; a GPU's attention kernels draw their own masks from
+the same seed. This is refused unless ``sdpa_kernel(SDPBackend.MATH)`` or dtype float64 makes eager use the formula on a
+GPU, too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from aot_backward_exporters.process_state import exclusive, patched
 from aot_backward_runtime.errors import ExportError
 
 _Kernel = Callable[..., Any]
-_WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype", "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype"}
+_WITH_DTYPE = {
+    "norm.Scalar": "ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",
+}
 """Overloads of ``norm`` that CUDA's autocast calls instead, with a float32 result."""
 
 
@@ -42,7 +48,8 @@ def as_on_gpu() -> Iterator[None]:
         stack.enter_context(exclusive())
         stack.callback(_clear_dispatch_caches, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")  # it says that a kernel is replaced
+            # It says that a kernel is replaced
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
             libraries: dict[tuple[str, str], torch.library.Library] = {}
             for key, name, kernel in kernels:
                 namespace, _, operator_name = name.partition("::")
@@ -68,7 +75,9 @@ def lists() -> dict[str, tuple[str, ...]]:
                 "Export on a GPU (target='cuda')"
             )
         quoted_names = re.findall(r'"([\w.]+)"', match[1])  # a list that contains more than names
-        out[policy] = tuple(quoted_names or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", match[1])])
+        out[policy] = tuple(
+            quoted_names or [f"{n}.{o}" if o else n for n, o in re.findall(r"\b_\((\w+)(?:, (\w+))?\)", match[1])]
+        )
     return out
 
 
@@ -85,13 +94,17 @@ def _kernels() -> dict[str, Any]:
         "PROMOTE": _promote,
     }
     for policy, names in lists().items():
-        out |= {f"aten::{name}": functools.partial(_apply_policy, policies[policy], _operator(f"aten::{name}")) for name in names}
+        out |= {
+            f"aten::{name}": functools.partial(_apply_policy, policies[policy], _operator(f"aten::{name}"))
+            for name in names
+        }
     out["aten::binary_cross_entropy"] = _refuse_binary_cross_entropy
     return out
 
 
 def _rules_of_other_libraries() -> dict[str, Any]:
-    """Return kernels that refuse other libraries' operators with an autocast rule for GPUs: without a GPU the rule cannot be read or run."""
+    """Return kernels that refuse other libraries' operators with an autocast rule for GPUs: without a GPU the rule
+    cannot be read or run."""
     gpu_names = torch_api._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return {name: functools.partial(_refuse_unknown_rule, name) for name in gpu_names if not name.startswith("aten::")}
 
@@ -149,7 +162,9 @@ def _promote(operator: Any, args: Any, kwargs: Any) -> Any:
     low_dtype = torch.get_autocast_dtype("cpu")
     dtypes = {t.dtype for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(t)}
     if unsupported := dtypes - {low_dtype, torch.float32}:
-        raise RuntimeError(f"{operator} under autocast {low_dtype}: got {unsupported.pop()}; expected {low_dtype} or torch.float32")
+        raise RuntimeError(
+            f"{operator} under autocast {low_dtype}: got {unsupported.pop()}; expected {low_dtype} or torch.float32"
+        )
     to = torch.float32 if torch.float32 in dtypes else low_dtype
     return operator(*_cast(args, to), **_cast(kwargs, to))
 
@@ -170,7 +185,12 @@ def _cast(value: Any, to: torch.dtype) -> Any:
 
 
 def _eligible(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "cpu"
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == "cpu"
+    )
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +244,8 @@ def _autocast_of_both_devices() -> Iterator[None]:
 
     with patched(kind, __init__=init, __enter__=enter, __exit__=exit), patched(module, _cast=cast_inputs):
         try:
-            if not states["cpu"][0]:  # use CUDA's state, which was set by hand: torch.autocast("cuda") has no effect without a GPU
+            # Use CUDA's state, which was set by hand: torch.autocast("cuda") has no effect without a GPU
+            if not states["cpu"][0]:
                 torch.set_autocast_enabled("cpu", states["cuda"][0])
                 torch.set_autocast_dtype("cpu", states["cuda"][1])
             agree()

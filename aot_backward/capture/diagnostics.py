@@ -1,4 +1,5 @@
-"""Report why a capture fails, in the user's terms: refused inputs and graphs, and torch's errors with the user's line and a remedy."""
+"""Report why a capture fails, in the user's terms: refused inputs and graphs, and torch's errors with the user's line
+and a remedy."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from .user_code import attribute_writes, source_location
 
 @contextlib.contextmanager
 def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Callable[[], object]) -> Iterator[None]:
-    """Turn errors into an :class:`ExportError` that names the user's line and, if known, a remedy. ``written``: the attributes that the forward has
-    assigned so far, with their lines. ``run``: calls the program in eager."""
+    """Turn errors into an :class:`ExportError` that names the user's line and, if known, a remedy. ``written``: the
+    attributes that the forward has assigned so far, with their lines. ``run``: calls the program in eager."""
     try:
         yield
     except ExportError:
@@ -38,7 +39,10 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Calla
         if any(text in str(error) for text in _WRITES) and not written:
             raise ExportError(_changed_tensors(error, program, run)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        cause = ". ".join([lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))])  # from Dynamo
+        # From Dynamo
+        cause = ". ".join(
+            [lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))]
+        )
         where = source_location.of_error(error, program)
         raise ExportError(
             f"the program could not be traced: {type(error).__name__}: {cause}{where and f'; {where}'}{_advice(error, program, written, where)}"
@@ -49,7 +53,10 @@ def refused_control_flow(error: Exception) -> str:
     """Return why PyTorch refuses a control-flow operator (in eager, too) with a remedy, or "" for any other error."""
     text = str(error)
     match = re.search(r"Higher Order Operator: (?:torch\.ops\.higher_order\.)?(\S+)|call_function (\w+)\(", text)
-    files = [re.search(r"_higher_order_ops/(\w+)\.py$", frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [
+        re.search(r"_higher_order_ops/(\w+)\.py$", frame.f_code.co_filename)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     operators = [file[1] for file in files if file and file[1] not in ("utils", "partitioner")]
     operator = (match[1] or match[2]) if match else operators[-1] if operators else "a control-flow operator"
     if "do not support aliasing" in text:
@@ -65,13 +72,15 @@ def refused_control_flow(error: Exception) -> str:
 
 
 _UNROLLED = (
-    "it can be dynamic in float32 and float64 on a CPU, from torch 2.13 on, but not in packed sequences; otherwise export a variant per length"
+    "it can be dynamic in float32 and float64 on a CPU, from torch 2.13 on, but not in packed sequences; otherwise export "
+    "a variant per length"
 )
 
 
 def _violated_constraints(error: Exception, program: nn.Module) -> str:
     lines = dict.fromkeys(line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("- "))
-    message = str(error) if isinstance(error, Narrowed) else _plain(" ".join(lines) or str(error))  # each line of torch's message once
+    # Each line of torch's message once
+    message = str(error) if isinstance(error, Narrowed) else _plain(" ".join(lines) or str(error))
     recurrent = [n or "the module itself" for n, m in program.named_modules() if isinstance(m, nn.RNNBase)]
     return (
         f"the program does not allow the sizes declared in dynamic_shapes: {message}"
@@ -82,7 +91,11 @@ def _violated_constraints(error: Exception, program: nn.Module) -> str:
 def _plain(message: str) -> str:
     """Return torch's message without its advice on ``mark_dynamic``, which no caller of ours uses."""
     fixed = r"You marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)\.( If you're using mark_dynamic.*?Dim\.AUTO\.)?"
-    return re.sub(fixed, r"\1 is declared to be dynamic, and the program is valid only for \2. Export a variant for each size.", message)
+    return re.sub(
+        fixed,
+        r"\1 is declared to be dynamic, and the program is valid only for \2. Export a variant for each size.",
+        message,
+    )
 
 
 _WRITES = ("functional graph", "fake buffer", "non-functional tensor")
@@ -117,7 +130,9 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], wh
         if source_location.passes_through(error, torch.distributions):
             return ". torch.distributions checks the range of its arguments' values, and a trace has no values: pass validate_args=False"
         if _SIZE_BY_VALUE.search(where):
-            note = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * ("torch_geometric" in modules)
+            note = " (torch_geometric takes it as dim_size, in global pooling as size, elsewhere as batch_size)" * (
+                "torch_geometric" in modules
+            )
             return f". It turns tensor values into a Python number. If this is a size, pass it as an argument{note}, with one variant for each size"
         return (
             ". It reads the value of a tensor in Python, and a package runs no Python. Use torch.where or torch.cond, or pass the value as a plain "
@@ -125,7 +140,9 @@ def _advice(error: Exception, program: nn.Module, written: Mapping[str, str], wh
         )
     if any(part in text for part in _WRITES):
         name, place = next(iter(written.items()))
-        return f". The forward changes the attribute {name!r}, {place}: register it as a buffer, and change that in place"
+        return (
+            f". The forward changes the attribute {name!r}, {place}: register it as a buffer, and change that in place"
+        )
     if "autograd formula" in text or "fake impl" in text:
         return ". Tracing needs the operator's register_autograd and register_fake (see torch.library)"
     return ""
@@ -147,23 +164,34 @@ def refuse_assigned_buffers(program: nn.Module, written: Mapping[str, str]) -> N
 
 
 def refuse_mutations(meta: Any, parameters: Sequence[str], buffers: Sequence[str], inputs: Sequence[str]) -> None:
-    """Refuse in-place changes that a package cannot make. ``meta``: AOTAutograd's ``fw_metadata``; its inputs are parameters, buffers, inputs."""
+    """Refuse in-place changes that a package cannot make. ``meta``: AOTAutograd's ``fw_metadata``; its inputs are
+    parameters, buffers, inputs."""
     state = [*parameters, *buffers]
     for i, info in enumerate(meta.input_info):
         if not (info.mutates_data or info.mutates_metadata):
             continue
         if i >= len(state):
-            raise ExportError(f"the forward changes its input {inputs[i - len(state)]!r} in place; clone it first (x = x.clone())")
+            raise ExportError(
+                f"the forward changes its input {inputs[i - len(state)]!r} in place; clone it first (x = x.clone())"
+            )
         if i < len(parameters):
-            raise ExportError(f"the forward changes the parameter {state[i]!r} in place; a parameter may only be changed by an optimizer")
+            raise ExportError(
+                f"the forward changes the parameter {state[i]!r} in place; a parameter may only be changed by an optimizer"
+            )
         if info.mutates_metadata:
-            raise ExportError(f"the forward changes shape or strides of the buffer {state[i]!r}; assign values to it instead")
+            raise ExportError(
+                f"the forward changes shape or strides of the buffer {state[i]!r}; assign values to it instead"
+            )
 
 
 def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
     """Refuse operators and constants that no package can hold."""
     for node in graph.graph.nodes:
-        if node.op == "get_attr" and isinstance(value := getattr(graph, node.target, None), torch.Tensor) and value.requires_grad:
+        if (
+            node.op == "get_attr"
+            and isinstance(value := getattr(graph, node.target, None), torch.Tensor)
+            and value.requires_grad
+        ):
             name = attribute_writes.name_of(program, value)
             raise ExportError(
                 f"the program uses {f'the attribute {name!r}' if name else 'a tensor'}, which requires a gradient but is not a parameter: it would "
@@ -171,16 +199,22 @@ def refuse_nodes(graph: GraphModule, program: nn.Module) -> None:
             )
         if any(isinstance(a, torch.Generator) for a in [*node.args, *node.kwargs.values()]):
             raise ExportError.of(
-                node.target, f"{node.target}: expected the default generator, got another one, which a package cannot store. Omit generator="
+                node.target,
+                f"{node.target}: expected the default generator, got another one, which a package cannot store. Omit generator=",
             )
         schema: Any = getattr(node.target, "_schema", None)
         is_custom = schema is not None and node.target.namespace not in ("aten", "prims", "prim")
         if is_custom and any(str(r.type) in ("int", "SymInt", "float", "bool") for r in schema.returns):
             raise ExportError.of(
-                node.target, f"{node.target} returns a number, and compiled code accepts only tensors from an operator: return a 0-d tensor"
+                node.target,
+                f"{node.target} returns a number, and compiled code accepts only tensors from an operator: return a 0-d tensor",
             )
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype is torch.complex32 and not isinstance(node.meta.get("desc"), torch_api.TangentAOTInput):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype is torch.complex32
+            and not isinstance(node.meta.get("desc"), torch_api.TangentAOTInput)
+        ):
             subject = node.target if node.op == "call_function" else "an input"
             raise ExportError.of(subject, f"{subject} is complex32, which a package cannot store: use complex64")
 

@@ -43,7 +43,8 @@ def truncate(graph: GraphModule, results: Iterable[Any]) -> None:
 
 
 def copy_of(module: GraphModule) -> tuple[GraphModule, dict[Node, Node]]:
-    """Return a copy of the module with flat arguments, and a map from each node to its copy, which has the same name. Attributes are shared."""
+    """Return a copy of the module with flat arguments, and a map from each node to its copy, which has the same name.
+    Attributes are shared."""
     graph = Graph()
     nodes: dict[Node, Node] = {}
     output = graph.output(graph.graph_copy(module.graph, nodes))
@@ -66,7 +67,11 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 def add_placeholder(graph: GraphModule, name: str, value: Any) -> Node:
     """Add a placeholder after the existing ones."""
     placeholders = list(graph.graph.find_nodes(op="placeholder"))
-    with graph.graph.inserting_after(placeholders[-1]) if placeholders else graph.graph.inserting_before(output_of(graph.graph)):
+    with (
+        graph.graph.inserting_after(placeholders[-1])
+        if placeholders
+        else graph.graph.inserting_before(output_of(graph.graph))
+    ):
         node = graph.graph.placeholder(name)
     node.meta["val"] = value
     return node
@@ -87,7 +92,8 @@ def root_of(node: Node) -> Node:
 
 def overlaps(node: Node) -> bool:
     """Return whether elements share memory, as in sliding windows."""
-    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):  # do not ask whether a size is 1, which is unknown
+    # Do not ask whether a size is 1, which is unknown
+    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
         if torch_api.is_non_overlapping_and_dense(node.meta["val"]):
             return False
     while node.op == "call_function" and node.target in _VIEWS:
@@ -107,7 +113,11 @@ def is_fresh(node: Node) -> bool:
 
 
 def written_placeholders(graph: GraphModule) -> set[str]:
-    return {n.args[0].name for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"}
+    return {
+        n.args[0].name
+        for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        if n.args[0].op == "placeholder"
+    }
 
 
 def depends_on_nodes(args: Iterable[Any]) -> bool:

@@ -1,8 +1,8 @@
 """Trace the gradients of a program as another program, which can be differentiated again.
 
-Saved tensors are detached, so a partitioned backward cannot be differentiated again. Instead the function from (inputs, incoming gradients) to
-gradients is traced with ``create_graph=True`` and partitioned like any other program. Run on inputs that autograd tracks, it returns the same
-gradients and saves the tensors that their own backward needs.
+Saved tensors are detached, so a partitioned backward cannot be differentiated again. Instead the function from (inputs,
+incoming gradients) to gradients is traced with ``create_graph=True`` and partitioned like any other program. Run on
+inputs that autograd tracks, it returns the same gradients and saves the tensors that their own backward needs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ aten = torch.ops.aten
 
 
 class _Gradients(nn.Module):
-    """Maps a program's flat inputs, followed by its incoming gradients, to the gradients of ``joint``. A tied parameter's is under its first name."""
+    """Maps a program's flat inputs, followed by its incoming gradients, to the gradients of ``joint``. A tied
+    parameter's is under its first name."""
 
-    def __init__(self, program: nn.Module, joint: Joint, arguments: Any, weights: Mapping[str, tuple[str, torch.Tensor]]):
+    def __init__(
+        self, program: nn.Module, joint: Joint, arguments: Any, weights: Mapping[str, tuple[str, torch.Tensor]]
+    ):
         super().__init__()
         self.program = program
         self.flat, self.spec = pytree.tree_flatten(arguments)
@@ -57,7 +60,9 @@ class _Gradients(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
         rest = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
+        args, kwargs = pytree.tree_unflatten(
+            [next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec
+        )
         cotangents = list(rest)
         leaves = pytree.tree_leaves(self.program(*args, **kwargs))
         state = state_of(self.innermost)
@@ -67,7 +72,11 @@ class _Gradients(nn.Module):
             unique_tensors = {id(t): t for t in (state[n] if kind == "parameter" else tensors[n] for n in names)}
             targets += unique_tensors.values()
             counts.append(len(unique_tensors))
-        gradients = iter(torch.autograd.grad([leaves[i] for i in self.outputs], targets, cotangents, create_graph=True, allow_unused=True))
+        gradients = iter(
+            torch.autograd.grad(
+                [leaves[i] for i in self.outputs], targets, cotangents, create_graph=True, allow_unused=True
+            )
+        )
         out: list[torch.Tensor | None] = []
         for count in counts:
             parts = [g for g in (next(gradients) for _ in range(count)) if g is not None]
@@ -77,8 +86,8 @@ class _Gradients(nn.Module):
 
 @dataclass(frozen=True)
 class Differentiated:
-    """The traced gradients of a program. ``gives``: the target of each output. ``random``: whether random numbers are drawn. ``program``,
-    ``arguments``: the gradients as a program, which can be differentiated in turn."""
+    """The traced gradients of a program. ``gives``: the target of each output. ``random``: whether random numbers are
+    drawn. ``program``, ``arguments``: the gradients as a program, which can be differentiated in turn."""
 
     joint: Joint
     gives: tuple[str, ...]
@@ -87,43 +96,62 @@ class Differentiated:
     arguments: Any
 
 
-def trace(program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Differentiated:
-    """Return the joint graph of the gradients of ``joint``, with its sizes and the same names; raise :class:`ExportError` if eager has no derivative
-    of that order either. ``arguments``: the example ``(args, kwargs)``. ``weights``: state name -> (weight key, tensor)."""
+def trace(
+    program: nn.Module, arguments: Any, joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]
+) -> Differentiated:
+    """Return the joint graph of the gradients of ``joint``, with its sizes and the same names; raise
+    :class:`ExportError` if eager has no derivative of that order either. ``arguments``: the example ``(args, kwargs)``.
+    ``weights``: state name -> (weight key, tensor)."""
     module = _Gradients(program, joint, arguments, weights)
     with joint.fake_mode:
         cotangents = [v.detach().clone().requires_grad_() for v in joint.cotangent_values]
     inputs = (*joint.inputs, *cotangents)
     names = (*joint.input_names, *(f"the gradient of output[{i}]" for i in joint.cotangents))
-    in_tree = Tree("tuple", children=(Tree("tuple", children=tuple(Tree("tensor", index=i) for i in range(len(inputs)))), Tree("dict")))
+    in_tree = Tree(
+        "tuple",
+        children=(Tree("tuple", children=tuple(Tree("tensor", index=i) for i in range(len(inputs)))), Tree("dict")),
+    )
     replacements = dict(joint.sizes.shape_env.replacements)
     facts = Described(joint.fake_mode, joint.ambient, names, (), in_tree)
     copies: frozenset[int] = frozenset()
     while True:
         try:
             with preserve.slots_kept(program), sizes_of_one_open():
-                grad_joint, aliases = joint_of(FlatProgram(module, (inputs, {}), copies, False), inputs, facts, lambda _, __: joint.sizes)
+                grad_joint, aliases = joint_of(
+                    FlatProgram(module, (inputs, {}), copies, False), inputs, facts, lambda _, __: joint.sizes
+                )
         except ExportError:
             raise
         except Exception as error:  # the user's program runs here and may raise anything
             raise ExportError(_undifferentiable(error)) from error
         if grad_joint is not None:
-            aliases = frozenset(i for i, o in enumerate(grad_joint.outputs) if isinstance(o, tuple))  # an output that is an incoming gradient itself
+            # An output that is an incoming gradient itself
+            aliases = frozenset(i for i, o in enumerate(grad_joint.outputs) if isinstance(o, tuple))
             if not aliases:
                 break
         if copies >= aliases:
-            raise ExportError(f"order=2: the gradients of {[list(module.parts)[i] for i in sorted(aliases)]} still share memory after being copied")
+            raise ExportError(
+                f"order=2: the gradients of {[list(module.parts)[i] for i in sorted(aliases)]} still share memory after being copied"
+            )
         copies |= aliases
     if joint.sizes.shape_env.replacements != replacements:
-        labels = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in joint.sizes.shape_env.replacements]
+        labels = [
+            s.label
+            for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True)
+            if symbol in joint.sizes.shape_env.replacements
+        ]
         raise ExportError(
             f"order=2: expected a second derivative for every size of {', '.join(labels)}, declared dynamic, got one that is valid for one size only "
             "(PyTorch's second derivative of BatchNorm in training mode is such a case). Make it static"
         )
-    random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in grad_joint.graph.graph.nodes)
+    random = any(
+        torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in grad_joint.graph.graph.nodes
+    )
     own_name = module.own_name
     _drop_buffer_updates(grad_joint, own_name)
-    targets = tuple(f"{kind}:{where}" for (kind, where), o in zip(module.parts, grad_joint.outputs, strict=True) if o is not None)
+    targets = tuple(
+        f"{kind}:{where}" for (kind, where), o in zip(module.parts, grad_joint.outputs, strict=True) if o is not None
+    )
     return Differentiated(_renamed(grad_joint, own_name), targets, random, module, (inputs, {}))
 
 
@@ -135,8 +163,8 @@ def _undifferentiable(error: Exception) -> str:
 
 
 def _drop_buffer_updates(joint: Joint, own: Callable[[str], str]) -> None:
-    """Remove buffer updates, which the first forward has already made. Raise if a gradient reads such a buffer: a second run would read another
-    value."""
+    """Remove buffer updates, which the first forward has already made. Raise if a gradient reads such a buffer: a
+    second run would read another value."""
     graph, written_buffers = joint.graph, set()
     for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = node.args

@@ -1,4 +1,5 @@
-"""A traced program: forward and backward in one functional ATen graph, and the meaning of its placeholders and outputs."""
+"""A traced program: forward and backward in one functional ATen graph, and the meaning of its placeholders and
+outputs."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from .shapes.symbolic_shapes import Sizes
 
 @dataclass(frozen=True)
 class Joint:
-    """One traced program. It is immutable once traced, FX graph included. Code that rewrites the graph (partitioning sums ties, inserts hooks and
-    runs torch's passes) works on a :meth:`copy`, so one trace can be partitioned, differentiated again and inspected in any order.
+    """One traced program. It is immutable once traced, FX graph included. Code that rewrites the graph (partitioning
+    sums ties, inserts hooks and runs torch's passes) works on a :meth:`copy`, so one trace can be partitioned,
+    differentiated again and inspected in any order.
 
-    ``placeholders``: node name -> ("parameter", name), ("buffer", name), ("input", I) or ("cotangent", J of the flat outputs).
+    ``placeholders``: node name -> ("parameter", name), ("buffer", name), ("input", I) or ("cotangent", J of the flat
+    outputs).
     ``outputs``: per flat output its node, ("input", I), ("state", name), or None for a constant.
     ``gradients``: ("parameter", name) or ("input", I) -> node, or None if the true gradient is None.
     """
@@ -44,7 +47,8 @@ class Joint:
     out_tree: Tree
     ambient: Ambient
     trace_inputs: Any
-    hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)  # gradient hooks, by the parameter's first name
+    # Gradient hooks, by the parameter's first name
+    hooks: Mapping[str, tuple[Callable[..., Any], ...]] = field(default_factory=dict)
     shared: tuple[Shared, ...] = ()
 
     @property
@@ -62,7 +66,8 @@ class Joint:
         return next((t.device for t in self.inputs), torch.device("cpu"))
 
     def copy(self) -> Joint:
-        """Return a copy with its own FX graph, to be rewritten. Nodes keep their names; tensors and the shape environment are shared."""
+        """Return a copy with its own FX graph, to be rewritten. Nodes keep their names; tensors and the shape
+        environment are shared."""
         graph, nodes = fx_graph.copy_of(self.graph)
 
         def mapped(value: Any) -> Any:

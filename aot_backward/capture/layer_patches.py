@@ -49,9 +49,17 @@ def traceable_layers() -> Iterator[None]:
 
 
 def _over_open_lengths(original: Callable[..., Any], images: Callable[..., Any]) -> Callable[..., Any]:
-    """Pool a dynamic length as images one pixel high, as ATen computes it; ATen's C++ would ask for the length on the way."""
+    """Pool a dynamic length as images one pixel high, as ATen computes it; ATen's C++ would ask for the length on the
+    way."""
 
-    def pooled(input: torch.Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> Any:
+    def pooled(
+        input: torch.Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Any:
         if not isinstance(input.shape[-1], torch.SymInt):
             return original(input, kernel_size, stride, padding, dilation, ceil_mode)
         kernel, gap, border, spacing = (_single(v) for v in (kernel_size, stride or kernel_size, padding, dilation))
@@ -67,7 +75,8 @@ def _single(value: Any) -> Any:
 
 @contextlib.contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Run the function of ``checkpoint(use_reentrant=True)`` without its own backward, which cannot be traced and gives the same gradients.
+    """Run the function of ``checkpoint(use_reentrant=True)`` without its own backward, which cannot be traced and gives
+    the same gradients.
 
     If no input requires a gradient, the parameters get none either.
     """
@@ -82,8 +91,9 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the dropout between recurrent layers, and give final states the shapes of the initial ones. torch's decomposition looks for a layer after
-    the last one and drops the dropout; in torch 2.11 and 2.12 an LSTM's states have an extra dimension."""
+    """Keep the dropout between recurrent layers, and give final states the shapes of the initial ones. torch's
+    decomposition looks for a layer after the last one and drops the dropout; in torch 2.11 and 2.12 an LSTM's states
+    have an extra dimension."""
 
     def layers(
         input: torch.Tensor,
@@ -115,21 +125,26 @@ def _recurrent_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_shape(finals: Any, hidden: Any) -> list[Any]:
     """Return ``finals`` with the shapes of ``hidden``: a list of tensors, or of pairs of tensors."""
-    return [pytree.tree_map(lambda f, h: f if f.dim() == h.dim() else f.view(h.shape), f, h) for f, h in zip(finals, hidden, strict=True)]
+    return [
+        pytree.tree_map(lambda f, h: f if f.dim() == h.dim() else f.view(h.shape), f, h)
+        for f, h in zip(finals, hidden, strict=True)
+    ]
 
 
 def _causal_if_declared(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
-    """Do not read the mask. Transformer layers check whether it is causal, only for speed, but a trace has no values."""
+    """Do not read the mask. Transformer layers check whether it is causal, only for speed, but a trace has no
+    values."""
     return is_causal is True
 
 
 @contextlib.contextmanager
 def _bodies_with_results_of_their_own() -> Iterator[None]:
-    """Make the body of a control-flow operator copy a result that shares memory with one of its inputs or with an earlier result.
+    """Make the body of a control-flow operator copy a result that shares memory with one of its inputs or with an
+    earlier result.
 
-    The operators refuse such a body, but PyTorch makes one itself: the forward of a scan also returns the tensors for its backward, and tanh,
-    sigmoid and exp save their own result. A body that cannot be differentiated is refused with the line that calls the operator, because the error
-    is raised in the backward, where no user code runs.
+    The operators refuse such a body, but PyTorch makes one itself: the forward of a scan also returns the tensors for
+    its backward, and tanh, sigmoid and exp save their own result. A body that cannot be differentiated is refused with
+    the line that calls the operator, because the error is raised in the backward, where no user code runs.
     """
     lines: list[str] = []
     utils = torch_api.higher_order_utils
@@ -175,16 +190,22 @@ def _without_aliases(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any]
 
 
 def _cumulative(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the number of batches a tensor in ``BatchNorm(momentum=None)``, which averages over all batches: its own forward makes it a Python
-    number."""
+    """Keep the number of batches a tensor in ``BatchNorm(momentum=None)``, which averages over all batches: its own
+    forward makes it a Python number."""
 
     def forward(self: Any, input: torch.Tensor) -> Any:
-        if self.momentum is not None or not (self.training and self.track_running_stats) or self.num_batches_tracked is None:
+        if (
+            self.momentum is not None
+            or not (self.training and self.track_running_stats)
+            or self.num_batches_tracked is None
+        ):
             return original(self, input)
         self._check_input_dim(input)
         self.num_batches_tracked.add_(1)
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        out = torch.nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
+        out = torch.nn.functional.batch_norm(
+            input, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
+        )
         with torch.no_grad():
             for running, of_batch in ((self.running_mean, mean), (self.running_var, variance)):
                 part = self.num_batches_tracked.to(running.dtype).reciprocal()
@@ -195,7 +216,8 @@ def _cumulative(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
-    """Replace the forward of ``FakeQuantize``, which reads its switches (buffers) as Python numbers; its observer depends on values."""
+    """Replace the forward of ``FakeQuantize``, which reads its switches (buffers) as Python numbers; its observer
+    depends on values."""
     torch_api._assert_async(
         (self.observer_enabled == 0).all(),
         "the observer of a FakeQuantize is enabled, and no graph holds what it does: call disable_observer() before the export, or use "
@@ -203,16 +225,23 @@ def _fake_quantized(self: Any, X: torch.Tensor) -> torch.Tensor:
     )
     observer, qparams = self.activation_post_process, (self.scale, self.zero_point)
     if self.is_per_channel:
-        quantized = torch.fake_quantize_per_channel_affine(X, *qparams, self.ch_axis, observer.quant_min, observer.quant_max)
+        quantized = torch.fake_quantize_per_channel_affine(
+            X, *qparams, self.ch_axis, observer.quant_min, observer.quant_max
+        )
     else:
         quantized = torch.fake_quantize_per_tensor_affine(X, *qparams, observer.quant_min, observer.quant_max)
     return torch.where(self.fake_quant_enabled == 1, quantized, X)
 
 
 def _learned_quantization(self: Any, X: torch.Tensor) -> torch.Tensor:
-    """Replace the forward of ``_LearnableFakeQuantize``, which also writes to its parameters: each call checks that there is nothing to write."""
+    """Replace the forward of ``_LearnableFakeQuantize``, which also writes to its parameters: each call checks that
+    there is nothing to write."""
     symmetric = self.qscheme in (torch.per_channel_symmetric, torch.per_tensor_symmetric)
-    fit = (self.static_enabled == 0).all() & (self.scale >= self.eps).all() & ((self.zero_point == 0).all() if symmetric else True)
+    fit = (
+        (self.static_enabled == 0).all()
+        & (self.scale >= self.eps).all()
+        & ((self.zero_point == 0).all() if symmetric else True)
+    )
     torch_api._assert_async(
         fit,
         "a _LearnableFakeQuantize estimates, clamps or resets its parameters, which no graph holds: call toggle_qparam_learning(True) and "

@@ -1,10 +1,12 @@
 """Split a joint graph into the graphs that are compiled, and the plans by which the runtime calls them.
 
-``module`` entries: one of torch's partitioners (:data:`PARTITIONERS`) divides the joint graph in two; a third graph, the forward alone, serves calls
-that need no gradient. ``grad`` entries: one graph, in which the incoming gradient of the loss is a constant 1.
+``module`` entries: one of torch's partitioners (:data:`PARTITIONERS`) divides the joint graph in two; a third graph,
+the forward alone, serves calls that need no gradient. ``grad`` entries: one graph, in which the incoming gradient of
+the loss is a constant 1.
 
-The backward reads parameters itself; only activations and inputs are saved. The joint graph is not modified: :func:`split_module` and
-:func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX graph.
+The backward reads parameters itself; only activations and inputs are saved. The joint graph is not modified:
+:func:`split_module` and :func:`with_scalar_loss` begin with a copy, and the functions below them rewrite that copy's FX
+graph.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from .user_code import parameter_hooks
 aten = torch.ops.aten
 
 PARTITIONERS: tuple[str, str] = ("default", "min_cut")
-"""torch's partitioners: ``default`` saves the tensors that autograd saves, ``min_cut`` saves as few bytes as possible and recomputes the rest."""
+"""torch's partitioners: ``default`` saves the tensors that autograd saves, ``min_cut`` saves as few bytes as possible
+and recomputes the rest."""
 
 
 def partitioners(device: str) -> tuple[str, str]:
-    """Return :data:`PARTITIONERS`, first the one that is nearly always faster: on a GPU recomputing a tensor costs less than reading it."""
+    """Return :data:`PARTITIONERS`, first the one that is nearly always faster: on a GPU recomputing a tensor costs less
+    than reading it."""
     return PARTITIONERS if device == "cpu" else (PARTITIONERS[1], PARTITIONERS[0])
 
 
@@ -54,9 +58,12 @@ class Partitions:
     accumulate: Plan | None = None
 
 
-def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: bool, partitioner: str | None = None) -> Partitions:
-    """Split ``joint`` into forward and backward. ``name``: prefix of the graphs' names. ``forward_only``: also make a graph without gradients.
-    ``partitioner``: one of :data:`PARTITIONERS`; default: the first of :func:`partitioners`."""
+def split_module(
+    joint: Joint, name: str, weights: Weights, *, forward_only: bool, partitioner: str | None = None
+) -> Partitions:
+    """Split ``joint`` into forward and backward. ``name``: prefix of the graphs' names. ``forward_only``: also make a
+    graph without gradients. ``partitioner``: one of :data:`PARTITIONERS`; default: the first of
+    :func:`partitioners`."""
     partitions = Partitions()
     partitioner = partitioner or partitioners(joint.device.type)[0]
     joint = joint.copy()
@@ -64,11 +71,15 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
         truncate(joint.graph, results_of(joint.graph)[: joint.forward_values])
         _refuse_sizes_from_data(joint, joint.graph)
         inference_graph = joint_passes(joint.graph, joint.device)
-        partitions.inference = _finish_forward(partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved())
+        partitions.inference = _finish_forward(
+            partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved()
+        )
         return partitions
     joint = _with_ties_summed(joint, weights)
     dependence = _dependence(joint)
-    saving = torch_api.inductor_config.patch(custom_partitioner_fn=_saving_as_autograd() if partitioner == "default" else None)
+    saving = torch_api.inductor_config.patch(
+        custom_partitioner_fn=_saving_as_autograd() if partitioner == "default" else None
+    )
     with torch.no_grad(), _partition_settings(), saving:
         forward, backward = torch_api.partition_fn(
             joint.graph, joint.trace_inputs, num_fwd_outputs=joint.forward_values, static_lifetime_input_indices=[]
@@ -79,11 +90,16 @@ def split_module(joint: Joint, name: str, weights: Weights, *, forward_only: boo
     if forward_only:
         inference_graph, _ = fx_graph.copy_of(forward)
         truncate(inference_graph, results_of(inference_graph)[: joint.forward_values])
-        partitions.inference = _finish_forward(partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved())
+        partitions.inference = _finish_forward(
+            partitions, GraphBinder(joint, inference_graph, f"{name}.inference", weights), _Saved()
+        )
 
     _refuse_sizes_from_data(joint, forward)
     saved = _saved_tensors(joint, forward, backward)
-    first, second = GraphBinder(joint, forward, f"{name}.forward", weights), GraphBinder(joint, backward, f"{name}.backward", weights)
+    first, second = (
+        GraphBinder(joint, forward, f"{name}.forward", weights),
+        GraphBinder(joint, backward, f"{name}.backward", weights),
+    )
     partitions.forward = _finish_forward(partitions, first, saved)
     second.origins = _origins(first, saved)
     partitions.backward = _finish_backward(partitions, second, saved, dependence)
@@ -110,17 +126,22 @@ def split_grad(joint: Joint, name: str, weights: Weights, wrt: Iterable[tuple[st
 
 
 def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, str]:
-    """Return a copy without an incoming gradient, and the name of the node that replaces it, a constant 1. The loss must be a scalar. Gradients of
-    tied parameters are summed, and parameter hooks inserted."""
+    """Return a copy without an incoming gradient, and the name of the node that replaces it, a constant 1. The loss
+    must be a scalar. Gradients of tied parameters are summed, and parameter hooks inserted."""
     if not joint.has_backward or joint.outputs[0] is None or not joint.output_requires_grad[0]:
-        raise ExportError(f"{name}: the loss does not depend on any tensor that gets a gradient (wrt of a Grad, trained parameters of a Step)")
+        raise ExportError(
+            f"{name}: the loss does not depend on any tensor that gets a gradient (wrt of a Grad, trained parameters of a Step)"
+        )
     joint = joint.copy()
     loss = joint.outputs[0]
     if not isinstance(loss, Node) or tuple(loss.meta["val"].shape) != ():
-        raise ExportError(f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()")
+        raise ExportError(
+            f"{name}: a gradient needs a scalar loss, got shape {tuple(loss.meta['val'].shape)}; reduce it with .sum() or .mean()"
+        )
     joint = parameter_hooks.with_hooks(_with_ties_summed(joint, weights), weights)
     graph = joint.graph
-    (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]  # only the loss is differentiated
+    # Only the loss is differentiated
+    (node,) = [n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][0] == "cotangent"]
     value = node.meta["val"]
     with graph.graph.inserting_after(node), joint.fake_mode:
         settings = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
@@ -129,14 +150,18 @@ def with_scalar_loss(joint: Joint, name: str, weights: Weights) -> tuple[Joint, 
     node.replace_all_uses_with(grad_output)
     graph.graph.erase_node(node)
     # if a parameter is added to the loss, its gradient is the loss's own
-    return replace(joint, gradients={t: grad_output if gradient is node else gradient for t, gradient in joint.gradients.items()}), grad_output.name
+    return replace(
+        joint, gradients={t: grad_output if gradient is node else gradient for t, gradient in joint.gradients.items()}
+    ), grad_output.name
 
 
 def _saving_as_autograd() -> Any:
     """Return the Inductor setting that selects the default partitioner."""
 
     class Default(torch_api.CustomPartitionerFn):
-        def __call__(self, module: GraphModule, inputs: Any, *, compiler: str, **options: Any) -> tuple[GraphModule, GraphModule]:
+        def __call__(
+            self, module: GraphModule, inputs: Any, *, compiler: str, **options: Any
+        ) -> tuple[GraphModule, GraphModule]:
             forward, backward = torch_api.default_partition(module, inputs, **options)
             return forward, backward
 
@@ -147,8 +172,8 @@ def _saving_as_autograd() -> Any:
 
 
 def _erase_unused_repetitions(forward: GraphModule, backward: GraphModule) -> None:
-    """Erase unused nodes of the backward that repeat the forward. The default partitioner keeps operators that may draw random numbers, such as
-    attention, in both."""
+    """Erase unused nodes of the backward that repeat the forward. The default partitioner keeps operators that may draw
+    random numbers, such as attention, in both."""
     names = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     for node in reversed(list(backward.graph.nodes)):
         if node.op == "call_function" and node.name in names and not node.users:
@@ -166,11 +191,14 @@ def _finish_forward(partitions: Partitions, binder: GraphBinder, saved: _Saved) 
 
     sources = tuple(source(n) for n in saved.nodes)
     watched = tuple(dict.fromkeys(source(n) for n in saved.watched))
-    return binder.plan(partitions.graphs, outputs=outputs, saved=sources, watched=tuple(w for w in watched if w not in sources))
+    return binder.plan(
+        partitions.graphs, outputs=outputs, saved=sources, watched=tuple(w for w in watched if w not in sources)
+    )
 
 
 def _origins(forward: GraphBinder, saved: _Saved) -> dict[str, str]:
-    """Name the saved tensors that are also inputs or outputs; a reader of the package tells them apart by these names."""
+    """Name the saved tensors that are also inputs or outputs; a reader of the package tells them apart by these
+    names."""
     out = {}
     for number, node in enumerate(saved.nodes):
         if node.op == "placeholder":
@@ -183,12 +211,16 @@ def _origins(forward: GraphBinder, saved: _Saved) -> dict[str, str]:
     return out
 
 
-def _finish_backward(partitions: Partitions, binder: GraphBinder, saved: _Saved, depends: dict[tuple[str, Any], tuple[int, ...]]) -> Plan:
+def _finish_backward(
+    partitions: Partitions, binder: GraphBinder, saved: _Saved, depends: dict[tuple[str, Any], tuple[int, ...]]
+) -> Plan:
     joint = binder.joint
     binder.saved = {node.name: i for i, node in enumerate(saved.nodes)}
     binder.donated = frozenset(saved.donated)
     gradients = []
-    copies = _copies_of_views(binder, [n for t, n in zip(joint.gradient_slots, results_of(binder.graph), strict=True) if t in joint.gradients])
+    copies = _copies_of_views(
+        binder, [n for t, n in zip(joint.gradient_slots, results_of(binder.graph), strict=True) if t in joint.gradients]
+    )
     for target, node in zip(joint.gradient_slots, results_of(binder.graph), strict=True):
         if target in joint.gradients:
             node = copies.get(node, node)
@@ -200,7 +232,8 @@ def _finish_backward(partitions: Partitions, binder: GraphBinder, saved: _Saved,
 
 
 def _copies_of_views(binder: GraphBinder, gradients: list[Any]) -> dict[Node, Node]:
-    """Copy gradients that are views of another one or of a graph input, because autograd adds into gradients in place."""
+    """Copy gradients that are views of another one or of a graph input, because autograd adds into gradients in
+    place."""
     nodes = [n for n in dict.fromkeys(gradients) if isinstance(n, Node)]
     roots = {n for n in nodes if root_of(n) is n}
     out = {}
@@ -264,7 +297,11 @@ class _Saved:
 def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) -> _Saved:
     """Return the tensors that the backward needs from the forward, without parameters, their views and sizes."""
     writes = fx_graph.written_placeholders(forward)
-    saved = {n.name: n for n in results_of(forward)[joint.forward_values :] if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)}
+    saved = {
+        n.name: n
+        for n in results_of(forward)[joint.forward_values :]
+        if isinstance(n, Node) and isinstance(n.meta["val"], torch.Tensor)
+    }
     reachable: dict[Node, Node] = {}  # memory that the caller can reach -> the output that exposes it
     for node in results_of(forward)[: joint.forward_values]:
         if isinstance(node, Node) and isinstance(node.meta["val"], torch.Tensor):
@@ -275,7 +312,12 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
 
     for placeholder in backward.graph.find_nodes(op="placeholder"):
         source = saved.get(placeholder.name)
-        if source is not None and source.op != "placeholder" and state(root_of(source)) and root_of(source).name not in writes:
+        if (
+            source is not None
+            and source.op != "placeholder"
+            and state(root_of(source))
+            and root_of(source).name not in writes
+        ):
             _rebuild_view(source, placeholder, backward)
         elif source is not None and fx_graph.overlaps(source) and _rebuild_view(source, placeholder, backward):
             saved.setdefault(root_of(source).name, root_of(source))
@@ -285,7 +327,8 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
         if source is None or not placeholder.users:
             continue
         root = root_of(source)
-        if (state(root) and root.name in writes) or fx_graph.overlaps(source):  # the forward overwrites it, or Inductor would change its strides
+        # The forward overwrites it, or Inductor would change its strides
+        if (state(root) and root.name in writes) or fx_graph.overlaps(source):
             source = fx_graph.clone_of(forward, source, joint.fake_mode)
             placeholder.name = source.name
             placeholder.meta["val"] = source.meta["val"]
@@ -298,13 +341,20 @@ def _saved_tensors(joint: Joint, forward: GraphModule, backward: GraphModule) ->
         out.nodes.append(source)
     roots = [root_of(n) for n in (*out.nodes, *out.watched)]
     for i, node in enumerate(out.nodes):
-        if node.op == "call_function" and roots[i] is node and roots.count(node) == 1 and node not in reachable and fx_graph.is_fresh(node):
+        if (
+            node.op == "call_function"
+            and roots[i] is node
+            and roots.count(node) == 1
+            and node not in reachable
+            and fx_graph.is_fresh(node)
+        ):
             out.donated.append(i)
     return out
 
 
 def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> bool:
-    """Rebuild a view of a parameter or saved tensor in the backward instead of saving it; return False if that is impossible."""
+    """Rebuild a view of a parameter or saved tensor in the backward instead of saving it; return False if that is
+    impossible."""
     chain = []
     node, root = source, root_of(source)
     while node is not root:
@@ -325,7 +375,9 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
     anchor = last
     for step in reversed(chain):
         with backward.graph.inserting_after(anchor):
-            new_node = backward.graph.create_node("call_function", step.target, (base, *step.args[1:]), dict(step.kwargs))
+            new_node = backward.graph.create_node(
+                "call_function", step.target, (base, *step.args[1:]), dict(step.kwargs)
+            )
         new_node.meta = dict(step.meta)
         base = anchor = new_node
     if chain:
@@ -334,20 +386,34 @@ def _rebuild_view(source: Node, placeholder: Node, backward: GraphModule) -> boo
 
 
 def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
-    """Refuse results of the forward, for the caller or the backward, with sizes that do not follow from the inputs' sizes."""
+    """Refuse results of the forward, for the caller or the backward, with sizes that do not follow from the inputs'
+    sizes."""
     for i, node in enumerate(results_of(forward)):
         value = node.meta["val"] if isinstance(node, Node) else None
-        if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (symbols := torch_api.free_unbacked_symbols(value)):
+        if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (
+            symbols := torch_api.free_unbacked_symbols(value)
+        ):
             continue
         producers = (n for n in forward.graph.nodes if symbols & torch_api.free_unbacked_symbols(n.meta.get("val")))
         source = next(producers, node)
         if source.target is operator.getitem:
             source = source.args[0]
         result = "a result with a size that depends" if isinstance(value, torch.Tensor) else "a number that depends"
-        restriction = "cannot be an output of a package" if i < joint.forward_values else "cannot be passed from a forward to its backward"
-        is_read = str(source.target) == "aten._local_scalar_dense.default" and isinstance(source.meta["val"], torch.SymInt)
-        advice = "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
-        raise ExportError.of(source.target, f"{source.target} returns {result} on the values of a tensor; it {restriction}. Instead, {advice}")
+        restriction = (
+            "cannot be an output of a package"
+            if i < joint.forward_values
+            else "cannot be passed from a forward to its backward"
+        )
+        is_read = str(source.target) == "aten._local_scalar_dense.default" and isinstance(
+            source.meta["val"], torch.SymInt
+        )
+        advice = (
+            "pass such a size as an argument" if is_read else "use torch.where or a mask, or a loss in a Grad entry"
+        )
+        raise ExportError.of(
+            source.target,
+            f"{source.target} returns {result} on the values of a tensor; it {restriction}. Instead, {advice}",
+        )
 
 
 def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
@@ -359,8 +425,9 @@ def joint_passes(graph: GraphModule, device: torch.device) -> GraphModule:
 
 @contextlib.contextmanager
 def _partition_settings() -> Iterator[None]:
-    """Configure the partitioner. ``shape_padding`` enlarges matrices on a GPU if that is faster; it would add guards on sizes and run timings.
-    ``backed_size_oblivious``: views of two dynamic sizes ask whether a size is 1, and the guard would refuse a batch of 1."""
+    """Configure the partitioner. ``shape_padding`` enlarges matrices on a GPU if that is faster; it would add guards on
+    sizes and run timings. ``backed_size_oblivious``: views of two dynamic sizes ask whether a size is 1, and the guard
+    would refuse a batch of 1."""
     with (
         matrix_products_for_any_size(),
         torch_api.inductor_config.patch(

@@ -33,12 +33,14 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(program: nn.Module) -> Iterator[None]:
-    """Restore attributes of ``program`` and its submodules that are numbers, text or None, and the contents of its lists and dicts: a forward may
-    count its calls or cache results."""
+    """Restore attributes of ``program`` and its submodules that are numbers, text or None, and the contents of its
+    lists and dicts: a forward may count its calls or cache results."""
     plain, lists, dicts = [], [], []
     for module in program.modules():
         attrs = {n: v for n, v in vars(module).items() if not n.startswith("_")}
-        plain.append((vars(module), {n: v for n, v in attrs.items() if v is None or type(v) in (bool, int, float, complex, str)}))
+        plain.append(
+            (vars(module), {n: v for n, v in attrs.items() if v is None or type(v) in (bool, int, float, complex, str)})
+        )
         lists += [(v, list(v)) for v in attrs.values() if type(v) is list]
         dicts += [(v, dict(v)) for v in attrs.values() if type(v) is dict]
     try:
@@ -55,7 +57,8 @@ def attributes_kept(program: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mode(program: nn.Module, mode: str) -> Iterator[None]:
-    """Put ``program`` into ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards restore every submodule.
+    """Put ``program`` into ``mode`` ("train", "eval", or "" for a function, which has none), and afterwards restore
+    every submodule.
 
     If the program is already in that mode, submodules keep their own: a BatchNorm frozen by ``.eval()`` stays frozen.
     """
@@ -89,19 +92,27 @@ def slots_kept(program: nn.Module) -> Iterator[None]:
 def _refuse_unsupported(program: nn.Module) -> None:
     """Refuse wrappers with hooks that a trace does not see, TorchScript, and tensors that are not plain."""
     if torch.is_inference_mode_enabled():
-        raise ExportError("torch.inference_mode() is enabled, and autograd records nothing in it. Export outside of it (torch.no_grad() is allowed)")
+        raise ExportError(
+            "torch.inference_mode() is enabled, and autograd records nothing in it. Export outside of it (torch.no_grad() is allowed)"
+        )
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     for name, module in program.named_modules():
         subject = f"the submodule {name!r}" if name else "the module"
         if isinstance(module, wrappers):
-            raise ExportError(f"{subject} is a {type(module).__name__}: export the module that it wraps (.module), and wrap the loaded module")
+            raise ExportError(
+                f"{subject} is a {type(module).__name__}: export the module that it wraps (.module), and wrap the loaded module"
+            )
         if isinstance(module, torch.jit.ScriptModule):
-            raise ExportError(f"{subject} is TorchScript, and the backward of TorchScript cannot be traced: {_instead_of_torchscript(program, name)}")
+            raise ExportError(
+                f"{subject} is TorchScript, and the backward of TorchScript cannot be traced: {_instead_of_torchscript(program, name)}"
+            )
     for name, tensor in [*program.named_parameters(), *program.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ExportError(f"{name} has no shape yet: call the module once on example inputs before the export")
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise ExportError(f"{name} is a {type(tensor).__name__}; a package takes plain tensors: export the module before it is wrapped")
+            raise ExportError(
+                f"{name} is a {type(tensor).__name__}; a package takes plain tensors: export the module before it is wrapped"
+            )
         if tensor.layout is not torch.strided:
             raise ExportError(
                 f"{name} has layout {tensor.layout}; a package takes strided tensors: register its dense form, or its indices and values"
@@ -116,8 +127,12 @@ def _instead_of_torchscript(program: nn.Module, name: str) -> str:
         parents.append(program.get_submodule(name))
     makers = {type(module).__module__.partition(".")[0] for module in parents}
     if not makers & {"e3nn", "mace", "nequip"}:
-        return "use the original nn.Module, without torch.jit.script or torch.jit.trace, and load the state_dict into it"
-    mace_advice = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * ("mace" in makers)
+        return (
+            "use the original nn.Module, without torch.jit.script or torch.jit.trace, and load the state_dict into it"
+        )
+    mace_advice = ", with mace net = type(net)(**mace.tools.scripts_utils.extract_config_mace_model(net))" * (
+        "mace" in makers
+    )
     return (
         "e3nn made it when the model was built. Call e3nn.set_optimization_defaults(jit_script_fx=False) before you build the model. For a loaded "
         f"model, build a new one from its configuration{mace_advice}, and load its state_dict into the new one"

@@ -20,15 +20,16 @@ _INNER = "program"  # the attribute of FlatProgram that holds the caller's modul
 
 
 class FlatProgram(nn.Module):
-    """A program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of integers).
+    """A program as a function of its flat tensors; other arguments are fixed (the tracer would make symbols of
+    integers).
 
-    Outputs that share memory with an input or with each other are copied: a graph compiled to native code cannot return a view of an outside tensor
-    to autograd.
+    Outputs that share memory with an input or with each other are copied: a graph compiled to native code cannot return
+    a view of an outside tensor to autograd.
     """
 
     def __init__(self, program: nn.Module, arguments: tuple[Any, ...], copied: frozenset[int], first_only: bool):
-        """``arguments``: the fake ``(args, kwargs)``. ``copied``: the flat outputs to copy. ``first_only``: only the first output is
-        differentiated."""
+        """``arguments``: the fake ``(args, kwargs)``. ``copied``: the flat outputs to copy. ``first_only``: only the
+        first output is differentiated."""
         super().__init__()
         self.program, self.copied, self.first_only = program, copied, first_only
         self.flat, self.spec = pytree.tree_flatten(arguments)
@@ -37,7 +38,9 @@ class FlatProgram(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
-        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec)
+        args, kwargs = pytree.tree_unflatten(
+            [next(rest) if isinstance(v, torch.Tensor) else v for v in self.flat], self.spec
+        )
         flat, spec = pytree.tree_flatten(self.program(*args, **kwargs))
         self.constants = {i: v for i, v in enumerate(flat) if not isinstance(v, torch.Tensor)}
         self.places = output_aliasing.places(flat, (*tensors, *state_of(self.program).values()))
@@ -51,7 +54,8 @@ class FlatProgram(nn.Module):
 
 
 class FunctionModule(nn.Module):
-    """A plain function as a module. Modules that it closes over become its submodules, so that their parameters have names."""
+    """A plain function as a module. Modules that it closes over become its submodules, so that their parameters have
+    names."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -59,7 +63,10 @@ class FunctionModule(nn.Module):
         for name, value in _names_used(function).items():
             if isinstance(value, nn.Module):
                 self.add_module(name, value)
-            elif any(isinstance(v, nn.Module) or (isinstance(v, torch.Tensor) and v.requires_grad) for v in pytree.tree_leaves(value)):
+            elif any(
+                isinstance(v, nn.Module) or (isinstance(v, torch.Tensor) and v.requires_grad)
+                for v in pytree.tree_leaves(value)
+            ):
                 raise ExportError(
                     f"the function closes over {name!r}, and its tensors require gradients but would become constants. Close over the module that "
                     f"they belong to, or pass them as arguments"
@@ -82,7 +89,8 @@ def _names_used(function: Callable[..., Any]) -> dict[str, Any]:
         out["module"] = code
     if inspect.isfunction(code) or inspect.ismethod(code):
         variables = inspect.getclosurevars(code)
-        loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}  # getclosurevars also reports attributes as globals
+        # getclosurevars also reports attributes as globals
+        loads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
         out.update({n: v for n, v in variables.globals.items() if n in loads} | dict(variables.nonlocals))
     return out
 

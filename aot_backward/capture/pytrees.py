@@ -15,15 +15,20 @@ from aot_backward_runtime.format.manifest import Tree
 
 
 def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tree:
-    """Return ``value`` as a :class:`Tree`; ``leaf(x, path)`` makes the tree of each leaf, in PyTorch's flattening order."""
+    """Return ``value`` as a :class:`Tree`; ``leaf(x, path)`` makes the tree of each leaf, in PyTorch's flattening
+    order."""
     kind = type(value)
     if kind in (tuple, list):
         return Tree(kind.__name__, children=tuple(describe(v, leaf, f"{path}[{i}]") for i, v in enumerate(value)))
     if kind is dict:
         for key in value:
             if type(key) not in (str, int):
-                raise ExportError(f"{path or 'the structure'}: a dict key is a {type(key).__name__}; a package supports str and int keys")
-        return Tree("dict", keys=tuple(value), children=tuple(describe(v, leaf, f"{path}[{k!r}]") for k, v in value.items()))
+                raise ExportError(
+                    f"{path or 'the structure'}: a dict key is a {type(key).__name__}; a package supports str and int keys"
+                )
+        return Tree(
+            "dict", keys=tuple(value), children=tuple(describe(v, leaf, f"{path}[{k!r}]") for k, v in value.items())
+        )
     if isinstance(value, tuple) and pytree.is_namedtuple_class(kind):
         fields = kind._fields
         children = tuple(describe(getattr(value, f), leaf, f"{path}.{f}") for f in fields)
@@ -31,7 +36,9 @@ def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tr
     if kind in pytree.SUPPORTED_NODES:
         flatten = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
         if flatten is None:
-            raise ExportError(f"{path or 'the structure'} is a {kind.__name__}, registered as a pytree without key names; return a dict instead")
+            raise ExportError(
+                f"{path or 'the structure'} is a {kind.__name__}, registered as a pytree without key names; return a dict instead"
+            )
         pairs, _ = flatten(value)
         keys = tuple(_key(k) for k, _ in pairs)
         children = tuple(describe(v, leaf, f"{path}.{k}") for k, (_, v) in zip(keys, pairs, strict=True))
@@ -42,14 +49,21 @@ def describe(value: Any, leaf: Callable[[Any, str], Tree], path: str = "") -> Tr
 def constant(value: Any, path: str) -> Tree:
     """Return the tree of a leaf that is not a tensor."""
     if type(value) is float and not math.isfinite(value):
-        raise ExportError(f"{path or 'a leaf'} is {value}, which a package cannot hold as a constant; pass it as a tensor")
+        raise ExportError(
+            f"{path or 'a leaf'} is {value}, which a package cannot hold as a constant; pass it as a tensor"
+        )
     if value is None or type(value) in (bool, int, float, str):
         return Tree("constant", value=value)
-    raise ExportError(f"{path or 'a leaf'} is a {type(value).__name__}; a package takes tensors, None, bool, int, float and str")
+    raise ExportError(
+        f"{path or 'a leaf'} is a {type(value).__name__}; a package takes tensors, None, bool, int, float and str"
+    )
 
 
-def input_names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the name of each leaf of ``(args, kwargs)`` in flattening order (``x``, ``batch['ids']``), and the positional parameters' names."""
+def input_names(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the name of each leaf of ``(args, kwargs)`` in flattening order (``x``, ``batch['ids']``), and the
+    positional parameters' names."""
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -1,12 +1,14 @@
 """Trace recurrent layers as loops over their steps.
 
-PyTorch's decomposition of ``LSTM``, ``GRU`` and ``RNN`` repeats the cell for each step: the code grows with the length, which must be static. Here
-one layer in one direction is one ``scan`` in the forward and one in the backward. The loops hold only what depends on the step before: the product
-with ``weight_hh`` and the gates. The gradients of the weights and of the input are one product each, over all steps, after the loop. Layers in 16
-bits, under autocast too, compute in float32 and round their results; eager rounds after each step.
+PyTorch's decomposition of ``LSTM``, ``GRU`` and ``RNN`` repeats the cell for each step: the code grows with the length,
+which must be static. Here one layer in one direction is one ``scan`` in the forward and one in the backward. The loops
+hold only what depends on the step before: the product with ``weight_hh`` and the gates. The gradients of the weights
+and of the input are one product each, over all steps, after the loop. Layers in 16 bits, under autocast too, compute in
+float32 and round their results; eager rounds after each step.
 
-Shapes: T steps, B rows, H hidden units, G gates (4 H in an LSTM, 3 H in a GRU, H in an RNN). P, the size of the hidden state, is H without
-projections. The order of the gates is that of ``torch.nn``: input, forget, cell, output; reset, update, new.
+Shapes: T steps, B rows, H hidden units, G gates (4 H in an LSTM, 3 H in a GRU, H in an RNN). P, the size of the hidden
+state, is H without projections. The order of the gates is that of ``torch.nn``: input, forget, cell, output; reset,
+update, new.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ from aot_backward_exporters import sixteen_bits, torch_api
 from aot_backward_runtime.errors import ExportError
 
 LONGEST_UNROLLED = 10
-"""Static lengths up to this are unrolled. An LSTM of 16 units, unrolled, is 1.2 times as fast as the loop at 10 steps, and 0.8 times at 24."""
+"""Static lengths up to this are unrolled. An LSTM of 16 units, unrolled, is 1.2 times as fast as the loop at 10 steps,
+and 0.8 times at 24."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of layer. ``cell`` and ``backward`` are one step, ``gradients`` concerns all of them. The weights are weight_hh, then weight_hr of an
-    LSTM with projections, or bias_hh of a GRU.
+    """A kind of layer. ``cell`` and ``backward`` are one step, ``gradients`` concerns all of them. The weights are
+    weight_hh, then weight_hr of an LSTM with projections, or bias_hh of a GRU.
 
-    ``cell``: (*carry, x [B, G], *weights) -> [*next carry, hidden state, *saved]. The last of ``saved`` is the hidden state before the step.
-    ``backward``: (*gradients of the next carry, gradient of the hidden state, *saved, *weights) -> [*gradients of the carry, gradient of the product
-    with weight_hh [B, G], *others].
-    ``gradients``: (gradients of the products [T, B, G], others, saved) -> (gradient of x, *gradients of the weights after weight_hh)."""
+    ``cell``: (*carry, x [B, G], *weights) -> [*next carry, hidden state, *saved]. The last of ``saved`` is the hidden
+    state before the step. ``backward``: (*gradients of the next carry, gradient of the hidden state, *saved, *weights)
+    -> [*gradients of the carry, gradient of the product with weight_hh [B, G], *others].
+    ``gradients``: (gradients of the products [T, B, G], others, saved) -> (gradient of x, *gradients of the weights
+    after weight_hh)."""
 
     cell: Callable[..., list[Tensor]]
     backward: Callable[..., list[Tensor]]
@@ -115,8 +119,8 @@ _RNN = {
 class _Layer(torch.autograd.Function):
     """(kind, number of weights, x [T, B, G], *weights, *initial states) -> (hidden states [T, B, P], *final states).
 
-    x is the input's product with weight_ih. It holds the biases, too, except a GRU's bias_hh, which the reset gate scales. The hidden states that are
-    returned are not saved: a caller may change them in place."""
+    x is the input's product with weight_ih. It holds the biases, too, except a GRU's bias_hh, which the reset gate
+    scales. The hidden states that are returned are not saved: a caller may change them in place."""
 
     @staticmethod
     def forward(ctx: Any, kind: _Kind, count: int, x: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -137,10 +141,14 @@ class _Layer(torch.autograd.Function):
         return None, None, dx, _over_steps(part, saved[-1]), *dextra[: count - 1], *dcarry
 
 
-def _scan(body: Callable[..., list[Tensor]], carry: Any, rows: list[Tensor], weights: Any, *, reverse: bool = False) -> tuple[Any, Any]:
-    """Return the last carry and the stacked results of ``body(*carry, *a row of each, *weights)``, which returns the next carry, then the results.
-    ``reverse``: begin with the last rows."""
-    out = torch.ops.higher_order.scan(body, list(carry), [row.flip(0) for row in rows] if reverse else rows, tuple(weights))
+def _scan(
+    body: Callable[..., list[Tensor]], carry: Any, rows: list[Tensor], weights: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """Return the last carry and the stacked results of ``body(*carry, *a row of each, *weights)``, which returns the
+    next carry, then the results. ``reverse``: begin with the last rows."""
+    out = torch.ops.higher_order.scan(
+        body, list(carry), [row.flip(0) for row in rows] if reverse else rows, tuple(weights)
+    )
     last, stacked = out[: len(carry)], out[len(carry) :]
     return last, [s.flip(0) for s in stacked] if reverse else stacked
 
@@ -159,12 +167,18 @@ def _step_by_step(kind: _Kind, count: int, x: Tensor, *inputs: Tensor) -> tuple[
     return torch.stack(hidden), *carry
 
 
-def _differentiable(kind: _Kind, count: int, inputs: list[Tensor], needed: Any, grads: list[Tensor]) -> list[Tensor | None]:
+def _differentiable(
+    kind: _Kind, count: int, inputs: list[Tensor], needed: Any, grads: list[Tensor]
+) -> list[Tensor | None]:
     """Return gradients that can be differentiated again."""
     if isinstance(inputs[0].shape[0], torch.SymInt):
-        raise ExportError("the gradient of a recurrent layer is differentiated again, and its length is dynamic. Make the length static.")
+        raise ExportError(
+            "the gradient of a recurrent layer is differentiated again, and its length is dynamic. Make the length static."
+        )
     indices = [n for n, needs_grad in enumerate(needed) if needs_grad]
-    gradients = torch.autograd.grad(_step_by_step(kind, count, *inputs), [inputs[n] for n in indices], grads, create_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(
+        _step_by_step(kind, count, *inputs), [inputs[n] for n in indices], grads, create_graph=True, allow_unused=True
+    )
     by_index = dict(zip(indices, gradients, strict=True))
     return [by_index.get(n) for n in range(len(inputs))]
 
@@ -176,7 +190,9 @@ def lstm(original: Callable[..., Any]) -> Callable[..., Any]:
         if _in_16_bits(inp):
             low, projected = _low(inp), len(params) in (3, 5)
             with torch.autocast("cpu", enabled=False):
-                out, (h, c) = layer(inp.float(), [t.float() for t in hidden], [p.float() for p in params], has_biases, reverse)
+                out, (h, c) = layer(
+                    inp.float(), [t.float() for t in hidden], [p.float() for p in params], has_biases, reverse
+                )
             return out.to(low), (h.to(low), c.to(torch.promote_types(low, hidden[1].dtype) if projected else low))
         if _unrolled(inp):
             return original(inp, hidden, params, has_biases, reverse)
@@ -196,7 +212,9 @@ def rnn(original: Callable[..., Any]) -> Callable[..., Any]:
             is_gru = hidden_fn is torch_api.decompositions.gru_cell
             dtype = torch.promote_types(_low(inp), hidden.dtype) if is_gru else _low(inp)
             with torch.autocast("cpu", enabled=False):
-                results = layer(inp.float(), hidden.float(), [p.float() for p in params], has_biases, hidden_fn, reverse)
+                results = layer(
+                    inp.float(), hidden.float(), [p.float() for p in params], has_biases, hidden_fn, reverse
+                )
             return tuple(result.to(dtype) for result in results)
         if _unrolled(inp):
             return original(inp, hidden, params, has_biases, hidden_fn, reverse)
@@ -210,8 +228,13 @@ def rnn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_16_bits(inp: Tensor) -> bool:
-    """Return whether eager computes the layer in bfloat16 or float16. The loops compute it in float32, and round the results."""
-    return inp.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or inp.dtype in sixteen_bits.DTYPES) and inp.dtype != torch.float64
+    """Return whether eager computes the layer in bfloat16 or float16. The loops compute it in float32, and round the
+    results."""
+    return (
+        inp.device.type == "cpu"
+        and (torch.is_autocast_enabled("cpu") or inp.dtype in sixteen_bits.DTYPES)
+        and inp.dtype != torch.float64
+    )
 
 
 def _low(inp: Tensor) -> torch.dtype:
@@ -226,7 +249,9 @@ def _unrolled(inp: Tensor) -> bool:
     return not isinstance(inp.shape[0], torch.SymInt) and inp.shape[0] <= LONGEST_UNROLLED
 
 
-def _layer(kind: _Kind, inp: Tensor, weight_ih: Tensor, biases: Any, weights: list[Tensor], carry: Any, reverse: bool) -> tuple[Tensor, ...]:
+def _layer(
+    kind: _Kind, inp: Tensor, weight_ih: Tensor, biases: Any, weights: list[Tensor], carry: Any, reverse: bool
+) -> tuple[Tensor, ...]:
     x = functional.linear(inp, weight_ih, sum(biases[1:], biases[0]) if biases else None)
     hidden, *last = _Layer.apply(kind, len(weights), x.flip(0) if reverse else x, *weights, *carry)
     return hidden.flip(0) if reverse else hidden, *last

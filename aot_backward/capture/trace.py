@@ -1,8 +1,8 @@
 """Trace a module or a function on example inputs to its joint graph: forward and backward in one functional ATen graph.
 
-The trace is ``aot_export_joint_with_descriptors`` on the module itself, so real autograd sees custom backwards, hooks inside the forward, autocast
-and checkpointing. Descriptors, never order or names, identify each placeholder (parameter, buffer, input or cotangent) and the gradient in each
-output. ``partition.py`` makes the graphs that are compiled.
+The trace is ``aot_export_joint_with_descriptors`` on the module itself, so real autograd sees custom backwards, hooks
+inside the forward, autocast and checkpointing. Descriptors, never order or names, identify each placeholder (parameter,
+buffer, input or cotangent) and the gradient in each output. ``partition.py`` makes the graphs that are compiled.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def trace_program(
     kind: str = "module",
     first_only: bool = False,
 ) -> Joint:
-    """Trace ``program`` on ``args`` and ``kwargs`` (real tensors; their ``requires_grad`` counts). ``kind``: of the entry.
+    """Trace ``program`` on ``args`` and ``kwargs`` (real tensors; their ``requires_grad`` counts). ``kind``: of the
+    entry.
 
-    ``first_only``: only the first output is differentiated; the others are returned, too. Raise :class:`ExportError` with the cause if the gradients
-    could not be correct.
+    ``first_only``: only the first output is differentiated; the others are returned, too. Raise :class:`ExportError`
+    with the cause if the gradients could not be correct.
     """
     diagnostics.refuse_inputs(args, kwargs)
     example = _Example(program, args, kwargs, dynamic_shapes, signature, first_only)
@@ -82,8 +83,8 @@ def trace_program(
 def _traced_with_retries(example: _Example) -> Joint:
     """Trace, and retry at most once for each of these reasons, except for copies, which can need several retries:
 
-    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is supported if the program allows it. If it does
-      not, and no ``Dim`` would be narrowed, sizes from 2 on are supported.
+    - A dynamic size is first traced without assuming that it is at least 2, so that a batch of 1 is supported if the
+      program allows it. If it does not, and no ``Dim`` would be narrowed, sizes from 2 on are supported.
     - Outputs that turn out to be views are copied.
     """
     copies: frozenset[int] = frozenset()
@@ -110,12 +111,15 @@ def _traced_with_retries(example: _Example) -> Joint:
 
 
 def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, frozenset[int]]:
-    """Trace once: make fake inputs, the joint graph, and the sizes that its guards leave. Return the same as :func:`joint_of`."""
+    """Trace once: make fake inputs, the joint graph, and the sizes that its guards leave. Return the same as
+    :func:`joint_of`."""
     args, kwargs, signature, shapes = example.args, example.kwargs, example.signature, example.dynamic_shapes
     names, argument_names = pytrees.input_names(signature, args, kwargs)
     owner = SignatureOwner(signature)
     dims = _dims(owner, args, kwargs, shapes)
-    fake_mode, fake_args, fake_kwargs, equalities, original, checked = torch_api.make_fake_inputs(owner, args, kwargs, shapes)
+    fake_mode, fake_args, fake_kwargs, equalities, original, checked = torch_api.make_fake_inputs(
+        owner, args, kwargs, shapes
+    )
     flat = FlatProgram(example.program, (fake_args, fake_kwargs), copied, example.first_only)
     inputs = tuple(v for v in flat.flat if isinstance(v, torch.Tensor))
     tensor_names = tuple(n for n, v in zip(names, flat.flat, strict=True) if isinstance(v, torch.Tensor))
@@ -124,13 +128,16 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
     _guard_bounds(dim_specs, inputs, tensor_names)
 
     def settle(graph: GraphModule, places: Places) -> Sizes:
-        # raises if the trace narrowed a declared size; may also replace one symbol by another, so read the sizes afterwards
+        # raises if the trace narrowed a declared size; may also replace one symbol by another, so read the sizes
+        # afterwards
         try:
             torch_api.produce_guards_and_solve_constraints(fake_mode, graph, checked, equalities, original)
         except torch_api.ConstraintViolationError as error:
             narrowed.raise_if_refused(env, declared, places, error)
         env.frozen = False  # the partitioner and the compiler still add guards
-        sizes = Sizes.of_inputs(env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()})
+        sizes = Sizes.of_inputs(
+            env, inputs, {place: dim.__name__ for place, dim in dims.items() if dim.__name__.isidentifier()}
+        )
         stated = {s.name: dims[s.input, s.dim] for s in sizes.symbols if (s.input, s.dim) in dims}
         roots = {name: getattr(dim, "root", dim) for name, dim in stated.items()}  # 2 * Dim("half") has a root
         ranges = {name: narrowed.bounds(dim) for name, dim in roots.items()}
@@ -148,11 +155,16 @@ def _traced(example: _Example, copied: frozenset[int]) -> tuple[Joint | None, fr
                 f"the forward calls requires_grad_() on its input {name!r}, which changes the caller's tensor; write {name} = "
                 f"{name}.detach().requires_grad_(), or export with an example that requires a gradient"
             )
-    return replace(joint, shared=output_aliasing.shared(flat.places, joint.outputs, joint.output_requires_grad, joint.sizes)), views
+    return replace(
+        joint, shared=output_aliasing.shared(flat.places, joint.outputs, joint.output_requires_grad, joint.sizes)
+    ), views
 
 
-def _guard_bounds(declared: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Add the bounds of hints, which torch.export 2.13 ignores: a comparison makes each a guard, which narrows the symbol's range."""
+def _guard_bounds(
+    declared: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Add the bounds of hints, which torch.export 2.13 ignores: a comparison makes each a guard, which narrows the
+    symbol's range."""
     for number, dim, hint in declared:
         if spellings.is_hint(hint):
             size = inputs[number].shape[dim]
@@ -172,13 +184,19 @@ class Described:
 
 
 def joint_of(
-    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, settle: Callable[[GraphModule, Places], Sizes]
+    flat: FlatProgram,
+    inputs: tuple[torch.Tensor, ...],
+    about: Described,
+    settle: Callable[[GraphModule, Places], Sizes],
 ) -> tuple[Joint | None, frozenset[int]]:
-    """Return the joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``: returns the sizes after the
-    trace."""
+    """Return the joint graph of ``flat`` on fake ``inputs``; or None, and the outputs that it must copy. ``settle``:
+    returns the sizes after the trace."""
     with contextlib.ExitStack() as stack, torch.enable_grad(), tracing():
         outermost = FlatProgram.forward.__code__
-        with source_lines.recorded_lines(flat.program, outermost), size_guards.recorded(flat.program, outermost) as places:
+        with (
+            source_lines.recorded_lines(flat.program, outermost),
+            size_guards.recorded(flat.program, outermost) as places,
+        ):
             described = torch_api.aot_export_joint_with_descriptors(
                 stack, flat, inputs, decompositions=decompositions(), keep_inference_input_mutations=True
             )
@@ -186,7 +204,9 @@ def joint_of(
         graph = captured.graph_module
         source_lines.spread(graph)
         places = size_guards.located(places, graph)
-        parameters, buffers = ([inner_name(n) for n in spec] for spec in (described.params_spec, described.buffers_spec))
+        parameters, buffers = (
+            [inner_name(n) for n in spec] for spec in (described.params_spec, described.buffers_spec)
+        )
         diagnostics.refuse_mutations(meta, parameters, buffers, about.input_names)
         diagnostics.refuse_nodes(graph, flat.program)
         views = _views(meta) | _repeats(graph, meta)
@@ -198,9 +218,15 @@ def joint_of(
 
 
 def _described_joint(
-    flat: FlatProgram, inputs: tuple[torch.Tensor, ...], about: Described, sizes: Sizes, described: Any, state: Sequence[str]
+    flat: FlatProgram,
+    inputs: tuple[torch.Tensor, ...],
+    about: Described,
+    sizes: Sizes,
+    described: Any,
+    state: Sequence[str],
 ) -> Joint:
-    """Identify the traced graph's placeholders and outputs by their descriptors. ``state``: the names of parameters and buffers, in its order."""
+    """Identify the traced graph's placeholders and outputs by their descriptors. ``state``: the names of parameters and
+    buffers, in its order."""
     captured, meta = described._aot_graph_capture, described._aot_state.fw_metadata
     graph = captured.graph_module
     placeholders = {node.name: _place_of(node.meta["desc"]) for node in graph.graph.find_nodes(op="placeholder")}
@@ -215,11 +241,15 @@ def _described_joint(
     outputs: list[Any] = []
     for value, info in zip(results[start:], meta.output_info, strict=False):
         if info.output_type is torch_api.OutputType.is_input:
-            outputs.append(("state", state[info.base_idx]) if info.base_idx < len(state) else ("input", info.base_idx - len(state)))
+            outputs.append(
+                ("state", state[info.base_idx]) if info.base_idx < len(state) else ("input", info.base_idx - len(state))
+            )
         else:
             outputs.append(value if isinstance(value, Node) and isinstance(value.meta["val"], torch.Tensor) else None)
     slots = tuple(_place_of(d.grad_of) if isinstance(d, torch_api.GradAOTOutput) else None for d in descriptors[count:])
-    gradients = {t: v if isinstance(v, Node) else None for t, v in zip(slots, results[count:], strict=True) if t is not None}
+    gradients = {
+        t: v if isinstance(v, Node) else None for t, v in zip(slots, results[count:], strict=True) if t is not None
+    }
     return Joint(
         graph=graph,
         fake_mode=about.fake_mode,
@@ -231,13 +261,17 @@ def _described_joint(
         gradients=gradients,
         gradient_slots=slots,
         cotangents=tuple(index for kind, index in placeholders.values() if kind == "cotangent"),
-        cotangent_values=tuple(n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"),
+        cotangent_values=tuple(
+            n.meta["val"] for n in graph.graph.find_nodes(op="placeholder") if placeholders[n.name][0] == "cotangent"
+        ),
         inputs=inputs,
         state=state_of(flat.program),
         input_names=about.input_names,
         argument_names=about.argument_names,
         in_tree=about.in_tree,
-        out_tree=_out_tree(described.out_spec, results[start : start + meta.num_outputs], outputs, flat.constants, sizes),
+        out_tree=_out_tree(
+            described.out_spec, results[start : start + meta.num_outputs], outputs, flat.constants, sizes
+        ),
         ambient=about.ambient,
         trace_inputs=captured.updated_flat_args,
     )
@@ -258,12 +292,17 @@ def _place_of(descriptor: Any) -> tuple[str, Any]:
 
 def _views(meta: Any) -> frozenset[int]:
     """Return the outputs that share memory with an input or with another output."""
-    fresh_types = (torch_api.OutputType.non_alias, torch_api.OutputType.unsafe_view_alias, torch_api.OutputType.is_input)
+    fresh_types = (
+        torch_api.OutputType.non_alias,
+        torch_api.OutputType.unsafe_view_alias,
+        torch_api.OutputType.is_input,
+    )
     return frozenset(i for i, o in enumerate(meta.output_info) if o.output_type not in fresh_types)
 
 
 def _repeats(graph: GraphModule, meta: Any) -> frozenset[int]:
-    """Return the outputs that are the same value as an earlier one: autograd could not tell their incoming gradients apart."""
+    """Return the outputs that are the same value as an earlier one: autograd could not tell their incoming gradients
+    apart."""
     flat = pytree.tree_flatten(fx_graph.output_of(graph.graph).args[0], is_leaf=lambda v: v is None)[0]
     start = len(meta.mutated_inp_runtime_indices)
     seen: set[Any] = set()
@@ -286,7 +325,8 @@ def _in_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
 
 
 def _out_tree(spec: Any, results: list[Any], outputs: list[Any], constants: dict[int, Any], sizes: Sizes) -> Tree:
-    """Return the output's tree. ``outputs`` lists every flat result: tensors are numbered, the others are written into the tree."""
+    """Return the output's tree. ``outputs`` lists every flat result: tensors are numbered, the others are written into
+    the tree."""
     position = iter(range(1 << 30))
 
     def leaf(i: int, path: str) -> Tree:

@@ -1,4 +1,5 @@
-"""Conditions of a trace: traceable forms of libraries and layers, decompositions, and no random numbers that the trace would not see."""
+"""Conditions of a trace: traceable forms of libraries and layers, decompositions, and no random numbers that the trace
+would not see."""
 
 from __future__ import annotations
 
@@ -38,23 +39,29 @@ def tracing() -> Iterator[None]:
         numeric_sizes.carried(),
         _control_flow_compiled_anew(),
     ):
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it for torch.cond
-        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")  # torch's own rules for forward mode are scripted
+        # Dynamo reads it for torch.cond
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        # Torch's own rules for forward mode are scripted
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
         yield
 
 
 @contextlib.contextmanager
 def _control_flow_compiled_anew() -> Iterator[None]:
-    """Compile ``torch.cond``, ``scan`` and similar operators, which Dynamo compiles to trace them, without sharing earlier results.
+    """Compile ``torch.cond``, ``scan`` and similar operators, which Dynamo compiles to trace them, without sharing
+    earlier results.
 
-    Dynamo caches results by the code object of the operator's wrapper. The guards of an earlier call (eager's, or another export's) would fix
-    dynamic sizes when they are evaluated on them. Sizes that changed between calls would become symbols that Inductor does not know.
+    Dynamo caches results by the code object of the operator's wrapper. The guards of an earlier call (eager's, or
+    another export's) would fix dynamic sizes when they are evaluated on them. Sizes that changed between calls would
+    become symbols that Inductor does not know.
     """
     torch_compile, owner = torch.compile, threading.get_ident()
 
     def compile_anew(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, FunctionType) and threading.get_ident() == owner:
-            copy = FunctionType(model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__)
+            copy = FunctionType(
+                model.__code__.replace(), model.__globals__, model.__name__, model.__defaults__, model.__closure__
+            )
             copy.__kwdefaults__ = model.__kwdefaults__
             model = copy
         return torch_compile(model, *args, **kwargs)
@@ -84,7 +91,8 @@ def _checks_as_plain_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_unseen_randomness() -> Iterator[None]:
-    """Refuse a program that consumes random numbers of Python or NumPy, which a trace does not see; restore their generators."""
+    """Refuse a program that consumes random numbers of Python or NumPy, which a trace does not see; restore their
+    generators."""
     numpy: Any = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy and numpy.random.get_state(legacy=False)
     try:
@@ -112,9 +120,9 @@ _DECOMPOSITIONS: dict[Any, Any] = {}
 
 
 def decompositions() -> dict[Any, Any]:
-    """Return Inductor's table for ``fallback_random``, without ``native_dropout`` (its masks then equal eager's to the bit), with the products of
-    vectors alone among matrix products (the others would guard a dynamic batch by its size: ``batch <= 16``), and without the pooling that
-    eager's own kernels do faster (``inductor.graph_fixes.KERNELS``)."""
+    """Return Inductor's table for ``fallback_random``, without ``native_dropout`` (its masks then equal eager's to the
+    bit), with the products of vectors alone among matrix products (the others would guard a dynamic batch by its size:
+    ``batch <= 16``), and without the pooling that eager's own kernels do faster (``inductor.graph_fixes.KERNELS``)."""
     if not _DECOMPOSITIONS:
         _ = torch_api.partition_fn  # imports the lowerings, which some decompositions look up
         with torch_api.inductor_config.patch(fallback_random=True):
@@ -126,13 +134,15 @@ def decompositions() -> dict[Any, Any]:
         for operator in (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default):
             _DECOMPOSITIONS[operator] = _for_fixed_sizes(_DECOMPOSITIONS[operator])
         _DECOMPOSITIONS[aten.constant_pad_nd.default] = _cropped
-        _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros  # the gradient of sgn: native code would return it without memory
+        # The gradient of sgn: native code would return it without memory
+        _DECOMPOSITIONS[aten._efficientzerotensor.default] = _zeros
     return _DECOMPOSITIONS
 
 
 def _products_of_vectors(left: torch.Tensor, right: torch.Tensor) -> Any:
-    """Outer and inner products of a batch are fused with their surroundings. Tensor products of equivariant networks are full of them: a NequIP's
-    energies and forces of 200 atoms took 5.5 ms with the kernel of products, and 5.0 so."""
+    """Outer and inner products of a batch are fused with their surroundings. Tensor products of equivariant networks
+    are full of them: a NequIP's energies and forces of 200 atoms took 5.5 ms with the kernel of products, and 5.0
+    so."""
     if left.dtype not in (torch.float32, torch.float64):
         return NotImplemented  # the kernel rounds once
     (_, rows, inner), columns = left.shape, right.shape[2]
@@ -144,8 +154,8 @@ def _products_of_vectors(left: torch.Tensor, right: torch.Tensor) -> Any:
 
 
 def _cropped(x: torch.Tensor, pad: Any, value: Any = 0) -> Any:
-    """The gradient of a padding is one by negative numbers. As a slice it is read in vectors. Inductor would ask for each element whether it is
-    inside: a MobileNet's gradients in bfloat16 took 154 ms, and 141 with slices."""
+    """The gradient of a padding is one by negative numbers. As a slice it is read in vectors. Inductor would ask for
+    each element whether it is inside: a MobileNet's gradients in bfloat16 took 154 ms, and 141 with slices."""
     if not all(torch_api.statically_known_true(n <= 0) for n in pad):
         return NotImplemented
     for i, (first, last) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -163,5 +173,7 @@ def _for_fixed_sizes(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     return decomposed
 
 
-def _zeros(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> torch.Tensor:
+def _zeros(
+    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> torch.Tensor:
     return torch.full(size, 0, dtype=dtype, device=device)

@@ -1,4 +1,5 @@
-"""Find the declared sizes that eager accepts and a variant does not serve. A few get a variant of their own; otherwise the export fails."""
+"""Find the declared sizes that eager accepts and a variant does not serve. A few get a variant of their own; otherwise
+the export fails."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ _SIZES_TRIED = 3
 The number is a guess."""
 
 _FEW = 2
-"""How many sizes of one ``Dim`` get a variant of their own: torch specialises 0 and 1, of the size or of one that is computed from it (the length
-after a convolution). More are a range that the program decides, and each costs an export."""
+"""How many sizes of one ``Dim`` get a variant of their own: torch specialises 0 and 1, of the size or of one that is
+computed from it (the length after a convolution). More are a range that the program decides, and each costs an
+export."""
 
 
 @dataclass(frozen=True)
 class Unserved:
-    """A declared size that needs code of its own. ``dim``: the name of its ``Dim``; ``example``: the example at that size."""
+    """A declared size that needs code of its own. ``dim``: the name of its ``Dim``; ``example``: the example at that
+    size."""
 
     dim: str
     size: int
@@ -40,8 +43,8 @@ class Unserved:
 
 
 def unserved_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example: Example) -> list[Unserved]:
-    """Return the declared sizes that eager accepts and ``spec`` does not serve. Raise :class:`ExportError` if they are more than a few of one
-    ``Dim``, or depend on several."""
+    """Return the declared sizes that eager accepts and ``spec`` does not serve. Raise :class:`ExportError` if they are
+    more than a few of one ``Dim``, or depend on several."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
     out = list[Unserved]()
@@ -78,7 +81,9 @@ def unserved_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example:
         if any(s.name not in sizes.declared for s in guarded):
             continue  # it contains a size that is only a hint, which a trace may narrow
         excluded = _violations(guard, guarded, sizes, first)
-        if any(needs_few(s, few) for s in guarded if (few := _few_values(s, guarded, guard, excluded, sizes)) is not None):
+        if any(
+            needs_few(s, few) for s in guarded if (few := _few_values(s, guarded, guard, excluded, sizes)) is not None
+        ):
             continue
         for values in excluded[:_SIZES_TRIED]:
             if accepted(values):
@@ -92,8 +97,8 @@ def unserved_sizes(spec: VariantSpec, sizes: Sizes, program: nn.Module, example:
 
 
 def _accepted_by_eager(program: nn.Module, example: Example) -> Example | None:
-    """Return ``example`` if eager runs it, else ``example`` with zeros for integers if eager runs that: an index may be out of range if a size is
-    smaller than the example's."""
+    """Return ``example`` if eager runs it, else ``example`` with zeros for integers if eager runs that: an index may be
+    out of range if a size is smaller than the example's."""
     for candidate in (example, example.with_tensors([_zeros_for_integers(t) for t in example.tensors])):
         with (
             preserve.in_mode(program, candidate.mode),
@@ -108,7 +113,11 @@ def _accepted_by_eager(program: nn.Module, example: Example) -> Example | None:
 
 
 def _zeros_for_integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool else torch.zeros_like(tensor)
+    return (
+        tensor
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+        else torch.zeros_like(tensor)
+    )
 
 
 def _few_values(
@@ -116,20 +125,27 @@ def _few_values(
 ) -> list[int] | None:
     """Return the values of ``symbol`` without which ``guard`` holds for every size if they are few, else None."""
     if len(guarded) == 1:
-        return few_excluded(lambda n: bool(evaluate(guard, {symbol.name: n})), symbol.minimum, sizes.declared[symbol.name][1])
+        return few_excluded(
+            lambda n: bool(evaluate(guard, {symbol.name: n})), symbol.minimum, sizes.declared[symbol.name][1]
+        )
     values = sorted({v[symbol.name] for v in violations})
     return values if len(values) <= _FEW else None
 
 
-def _violations(guard: str, guarded: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]) -> list[dict[str, int]]:
-    """Return declared sizes within the symbols' ranges that violate ``guard``, sizes that only enlarge the example first."""
+def _violations(
+    guard: str, guarded: Sequence[SymbolSpec], sizes: Sizes, first: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """Return declared sizes within the symbols' ranges that violate ``guard``, sizes that only enlarge the example
+    first."""
     choices = []
     for symbol in guarded:
         low, high = symbol.minimum, sizes.declared[symbol.name][1]
         near = {n + k for n in (low, *first.values()) for k in (-1, 0, 1)} | set(range(low, low + 8))
         options = near | {2 * first[symbol.name], *([high] if high is not None and high < 100 else [])}
         choices.append(sorted(n for n in options if low <= n and (high is None or n <= high)))
-    assignments = [{**first, **dict(zip((s.name for s in guarded), values, strict=True))} for values in itertools.product(*choices)]
+    assignments = [
+        {**first, **dict(zip((s.name for s in guarded), values, strict=True))} for values in itertools.product(*choices)
+    ]
     violations = [values for values in assignments if not evaluate(guard, values)]
     return sorted(violations, key=lambda v: (any(v[n] < first[n] for n in v), sum(abs(v[n] - first[n]) for n in v)))
 

@@ -1,14 +1,16 @@
-"""Compare a compiled ``module`` or ``grad`` entry with eager: every output, gradient and buffer, at the example's sizes and at others.
+"""Compare a compiled ``module`` or ``grad`` entry with eager: every output, gradient and buffer, at the example's sizes
+and at others.
 
-``tolerance.py`` states the tolerances. The reference is eager in float64. To estimate s, how far the reference moves, every parameter and input
-is changed by a random relative amount of up to eps; s counts for at most 1e-3·max(‖t‖, G). For a single number such as a loss, both s and eager's
-error may happen to be zero. Before such a number is refused, s is raised to at least an eighth of the most that such changes can make of it
-(:func:`_largest_move`); a sum of many terms that cancel needs this. If float64 is not a valid reference (random operators draw other numbers, the
-program casts by itself, an operator has no float64, the program is float64 itself, or eager is far from it, which is not eager's own rounding), the
-reference is eager itself.
+``tolerance.py`` states the tolerances. The reference is eager in float64. To estimate s, how far the reference moves,
+every parameter and input is changed by a random relative amount of up to eps; s counts for at most 1e-3·max(‖t‖, G).
+For a single number such as a loss, both s and eager's error may happen to be zero. Before such a number is refused, s
+is raised to at least an eighth of the most that such changes can make of it (:func:`_largest_move`); a sum of many
+terms that cancel needs this. If float64 is not a valid reference (random operators draw other numbers, the program
+casts by itself, an operator has no float64, the program is float64 itself, or eager is far from it, which is not
+eager's own rounding), the reference is eager itself.
 
-A large model's float64 gradients never exist all at once, nor together with eager's (:class:`_OneAtATime`): an export takes less than four times
-the memory of the weights.
+A large model's float64 gradients never exist all at once, nor together with eager's (:class:`_OneAtATime`): an export
+takes less than four times the memory of the weights.
 """
 
 from __future__ import annotations
@@ -53,20 +55,28 @@ _FARTHEST = 0.05  # and by more than this it did, however far eager moves if its
 
 @dataclass(frozen=True)
 class Case:
-    """An exported program, and the ``wrt`` of a ``grad`` entry. ``reduced_precision``: it computes in 16 bits somewhere, whatever the dtype of its
-    results (autocast inside the forward)."""
+    """An exported program, and the ``wrt`` of a ``grad`` entry. ``reduced_precision``: it computes in 16 bits
+    somewhere, whatever the dtype of its results (autocast inside the forward)."""
 
     program: nn.Module
     wrt: Wrt | None
     reduced_precision: bool
 
 
-def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
-    """Compare variant ``number`` of ``entry``, described by ``spec``, with the program at ``sizes``. Eager must accept the first of them. ``load``
-    returns the package with separate weights, which are freed while eager runs.
+def check(
+    load: Callable[[], Package],
+    entry: str,
+    number: int,
+    spec: VariantSpec,
+    case: Case,
+    sizes: Iterable[Sized],
+    stored: Stored,
+) -> Verdict:
+    """Compare variant ``number`` of ``entry``, described by ``spec``, with the program at ``sizes``. Eager must accept
+    the first of them. ``load`` returns the package with separate weights, which are freed while eager runs.
 
-    Write inputs, results and the tolerances for later runs to ``stored`` under ``entry/number/…``. Raise :class:`ExportError` naming the tensor
-    that is wrong.
+    Write inputs, results and the tolerances for later runs to ``stored`` under ``entry/number/…``. Raise
+    :class:`ExportError` naming the tensor that is wrong.
     """
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     numbers = _number_attributes(case.program)
@@ -84,15 +94,22 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
         reference, sketches = _reference(eager_run, eager)
         package = load()
         actual = _results_of_entry(package, entry, eager_run, location)
-        inferred = _results_of_entry(package, entry, eager_run, location, inference=True) if has_inference_code(spec) else {}
+        inferred = (
+            _results_of_entry(package, entry, eager_run, location, inference=True) if has_inference_code(spec) else {}
+        )
         del package
         comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         if names := [c.name for c in comparisons if c.wrong and reference.float64 and _is_single_output(c.name, eager)]:
             reference = _with_largest_moves(eager_run, reference, eager, names)
             comparisons = compare_results(actual, eager, reference, reduced_precision=case.reduced_precision)
         _check_strides(entry, actual, eager)
-        inference_comparisons = compare_results(inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision)
-        for comparison in (*comparisons, *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in inference_comparisons)):
+        inference_comparisons = compare_results(
+            inferred, {n: eager[n] for n in inferred}, reference, reduced_precision=case.reduced_precision
+        )
+        for comparison in (
+            *comparisons,
+            *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in inference_comparisons),
+        ):
             if comparison.wrong:
                 raise WrongResult(
                     f"{location}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
@@ -110,8 +127,8 @@ def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpe
 
 
 def is_right(entry: str, case: Case, example: Example, package: Package, spec: VariantSpec) -> bool:
-    """Return whether ``entry`` of ``package``, with ``spec`` as its only variant, agrees with eager on the example. This is a weaker check than
-    :func:`check`: the reference is eager itself."""
+    """Return whether ``entry`` of ``package``, with ``spec`` as its only variant, agrees with eager on the example.
+    This is a weaker check than :func:`check`: the reference is eager itself."""
     values = next(sizes_to_check(spec, example)).values
     cotangents = cotangents_at(spec, values)
     try:
@@ -123,27 +140,38 @@ def is_right(entry: str, case: Case, example: Example, package: Package, spec: V
         return False
 
 
-def compare_results(actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False) -> list[Comparison]:
-    """Compare each tensor of ``actual`` with ``eager``'s of the same name. Raise :class:`ExportError` if dtype or shape differ."""
+def compare_results(
+    actual: Named, eager: Named, reference: Reference[Named], *, reduced_precision: bool = False
+) -> list[Comparison]:
+    """Compare each tensor of ``actual`` with ``eager``'s of the same name. Raise :class:`ExportError` if dtype or shape
+    differ."""
     if actual.keys() != eager.keys():
-        raise ExportError(f"results in only one of eager and the package: {', '.join(sorted(actual.keys() ^ eager.keys()))}")
+        raise ExportError(
+            f"results in only one of eager and the package: {', '.join(sorted(actual.keys() ^ eager.keys()))}"
+        )
     largest = _largest_gradient(reference.results)
     out = []
     for name, e in eager.items():
         a, t = actual[name], reference.results[name]
         if (a is None) != (e is None):
-            raise ExportError(f"{name} is {'None' if a is None else 'a tensor'} in the artifact and {'None' if e is None else 'a tensor'} in eager")
+            raise ExportError(
+                f"{name} is {'None' if a is None else 'a tensor'} in the artifact and {'None' if e is None else 'a tensor'} in eager"
+            )
         if a is None or e is None or t is None:
             continue
         if a.shape != e.shape or a.dtype != e.dtype:
-            raise ExportError(f"{name} is {a.dtype} {tuple(a.shape)} in the artifact and {e.dtype} {tuple(e.shape)} in eager")
+            raise ExportError(
+                f"{name} is {a.dtype} {tuple(a.shape)} in the artifact and {e.dtype} {tuple(e.shape)} in eager"
+            )
         if not is_inexact(e):
             out.append(Comparison(name, distance(a, e), 0.0))
             continue
         if not finite_alike(e, a):
             raise WrongResult(f"{name} has NaN or Inf where eager has none, or the reverse")
         error_of_eager = _error_of_eager(name, e, reference) if reference.float64 else None
-        tolerance = Tolerance.of_result(e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision)
+        tolerance = Tolerance.of_result(
+            e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision
+        )
         out.append(compare(name, a, t, tolerance, like=e))
     return out
 
@@ -159,7 +187,15 @@ class _EagerCase:
 
     def results(self, *, accumulated: bool = False, take: Take | None = None) -> Named:
         """Return eager's results."""
-        return results_of_eager(self.case.program, self.example, self.case.wrt, self.spec, self.cotangents, accumulated=accumulated, take=take)
+        return results_of_eager(
+            self.case.program,
+            self.example,
+            self.case.wrt,
+            self.spec,
+            self.cotangents,
+            accumulated=accumulated,
+            take=take,
+        )
 
     def in_float64(self, *, rounded: bool, take: Take | None) -> Named:
         """Return eager's results in float64; with ``rounded``, on :func:`perturbed` parameters and inputs."""
@@ -171,18 +207,25 @@ class _EagerCase:
 
 
 class _OneAtATime:
-    """Gradients of a large model, taken one at a time. Only a sketch of eager's is kept. Each float64 gradient is rounded to float32 when backward
-    has computed it, an error of a hundredth of the tolerance. The error of eager and the move of float64 are distances of two sketches."""
+    """Gradients of a large model, taken one at a time. Only a sketch of eager's is kept. Each float64 gradient is
+    rounded to float32 when backward has computed it, an error of a hundredth of the tolerance. The error of eager and
+    the move of float64 are distances of two sketches."""
 
     def __init__(self, eager: Named, *, frees: bool):
-        """Replace the large gradients in ``eager`` by sketches. ``frees``: free a float64 parameter once its gradient is computed, because no later
-        operator of the backward reads it. Any other reader, such as a hook, finds NaN."""
+        """Replace the large gradients in ``eager`` by sketches. ``frees``: free a float64 parameter once its gradient
+        is computed, because no later operator of the backward reads it. Any other reader, such as a hook, finds NaN."""
         self._frees = frees
         self.sketches = dict[str, torch.Tensor]()
         self.errors, self.moved, self.finite = dict[str, float](), dict[str, float](), True
         self._eager, self._beside = eager, dict[str, torch.Tensor]()
         for name, e in eager.items():
-            if e is not None and name.startswith("gradient of ") and e.dtype is torch.float32 and is_large(e) and is_finite(e):
+            if (
+                e is not None
+                and name.startswith("gradient of ")
+                and e.dtype is torch.float32
+                and is_large(e)
+                and is_finite(e)
+            ):
                 self.sketches[name] = sketch(e)
                 eager[name] = e.new_zeros(()).expand(e.shape)
 
@@ -211,8 +254,8 @@ class _OneAtATime:
 
 
 def _reference(eager_run: _EagerCase, eager: Named) -> tuple[Reference[Named], Mapping[str, torch.Tensor]]:
-    """Return eager in float64, or ``eager`` itself if float64 computes something else. Also return sketches of the results in ``eager`` that float64
-    results have replaced."""
+    """Return eager in float64, or ``eager`` itself if float64 computes something else. Also return sketches of the
+    results in ``eager`` that float64 results have replaced."""
     program = eager_run.case.program
     eager_reference = Reference(eager, dict.fromkeys(eager, 0.0), float64=False)
     dtypes = {t.dtype for t in [*program.parameters(), *eager.values()] if t is not None}
@@ -241,13 +284,21 @@ def _in_float64(eager_run: _EagerCase, eager: Named, large: _OneAtATime) -> Refe
             exact = eager_run.in_float64(rounded=False, take=large.take if large.sketches else None)
     except Exception:  # whatever fails in float64, eager is the next best reference
         exact = {}
-    if {n: None if t is None else t.shape for n, t in exact.items()} == shapes and large.finite and large.errors.keys() == large.sketches.keys():
+    if (
+        {n: None if t is None else t.shape for n, t in exact.items()} == shapes
+        and large.finite
+        and large.errors.keys() == large.sketches.keys()
+    ):
         largest = _largest_gradient(exact)
         moves = dict[str, float]()
         for name, t in exact.items():
             if t is not None:
                 perturbed_result = perturbed_results[name]
-                move = large.moved[name] if name in large.moved or perturbed_result is None else distance_of_finite(perturbed_result, t)
+                move = (
+                    large.moved[name]
+                    if name in large.moved or perturbed_result is None
+                    else distance_of_finite(perturbed_result, t)
+                )
                 moves[name] = min(move, 1e-3 * max(norm(t), largest))
         reference = Reference(exact, moves, float64=True, eager_errors=large.errors)
         far = _far_from_eager(eager, reference, eager_run.case.reduced_precision)
@@ -261,8 +312,11 @@ def _is_single_output(name: str, eager: Named) -> bool:
     return name.startswith("output[") and tensor is not None and tensor.numel() == 1 and tensor.is_floating_point()
 
 
-def _with_largest_moves(eager_run: _EagerCase, reference: Reference[Named], eager: Named, names: Sequence[str]) -> Reference[Named]:
-    """Return ``reference`` with each of ``names``, outputs of one number, moving by at least an eighth of its largest move."""
+def _with_largest_moves(
+    eager_run: _EagerCase, reference: Reference[Named], eager: Named, names: Sequence[str]
+) -> Reference[Named]:
+    """Return ``reference`` with each of ``names``, outputs of one number, moving by at least an eighth of its largest
+    move."""
     moves, largest = dict(reference.moved), _largest_gradient(reference.results)
     for name in names:
         e, t = eager[name], reference.results[name]
@@ -273,19 +327,24 @@ def _with_largest_moves(eager_run: _EagerCase, reference: Reference[Named], eage
 
 
 def _largest_move(eager_run: _EagerCase, output: int, eager: torch.Tensor) -> float:
-    """Return Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, for t the single-number output ``output``. To first order, t moves by at
-    most this much if each x changes by eps of its dtype, or of the dtype of ``eager`` (t in eager) if that is coarser. Return 0 if t cannot be
-    differentiated by them."""
+    """Return Σ eps·|x·∂t/∂x| over all numbers x of parameters and inputs, for t the single-number output ``output``. To
+    first order, t moves by at most this much if each x changes by eps of its dtype, or of the dtype of ``eager`` (t in
+    eager) if that is coarser. Return 0 if t cannot be differentiated by them."""
     parameters = {n: p for n, p in eager_run.case.program.named_parameters() if p.is_floating_point()}
     inputs = {i: t for i, t in enumerate(eager_run.example.tensors) if t.is_floating_point()}
     wrt = (*(("parameter", n) for n in parameters), *(("input", i) for i in inputs))
-    example = eager_run.example.with_tensors([t.requires_grad_() if i in inputs else t for i, t in enumerate(to_float64(eager_run.example.tensors))])
+    example = eager_run.example.with_tensors(
+        [t.requires_grad_() if i in inputs else t for i, t in enumerate(to_float64(eager_run.example.tensors))]
+    )
     try:
         with in_float64(eager_run.case.program), torch.autocast(eager.device.type, enabled=False):
             results = results_of_eager(eager_run.case.program, example, wrt, eager_run.spec, (), root=output)
     except RuntimeError:  # the output cannot be differentiated, or the program writes to an input
         return 0.0
-    values = {n: t.detach() for n, t in [*parameters.items(), *((eager_run.spec.inputs[i].name, t) for i, t in inputs.items())]}
+    values = {
+        n: t.detach()
+        for n, t in [*parameters.items(), *((eager_run.spec.inputs[i].name, t) for i, t in inputs.items())]
+    }
     gradients = {n: results[f"gradient of {n}"] for n in values}
     eps = {n: max(torch.finfo(t.dtype).eps, torch.finfo(eager.dtype).eps) for n, t in values.items()}
     return sum(eps[n] * float((g * values[n]).abs().sum()) for n, g in gradients.items() if g is not None)
@@ -294,11 +353,16 @@ def _largest_move(eager_run: _EagerCase, output: int, eager: torch.Tensor) -> fl
 def _error_of_eager(name: str, eager: torch.Tensor, reference: Reference[Named]) -> float:
     """Return ‖e − t‖ over the finite elements of e, or inf if other elements of t are finite."""
     exact = reference.results[name]
-    return reference.eager_errors[name] if name in reference.eager_errors or exact is None else distance(eager, exact, eager)
+    return (
+        reference.eager_errors[name]
+        if name in reference.eager_errors or exact is None
+        else distance(eager, exact, eager)
+    )
 
 
 def _far_from_eager(eager: Named, reference: Reference[Named], reduced_precision: bool) -> list[str]:
-    """Return the results for which float64 is perhaps not eager with less rounding, but another computation (other random numbers)."""
+    """Return the results for which float64 is perhaps not eager with less rounding, but another computation (other
+    random numbers)."""
     exact = reference.results
     low = (
         reduced_precision
@@ -311,7 +375,9 @@ def _far_from_eager(eager: Named, reference: Reference[Named], reduced_precision
         t = exact[name]
         if e is None or t is None or not e.is_floating_point():
             continue
-        if not is_finite(t) or (not low and _distance(name, e, reference) > _FAR * max(norm(t), 1e-3 * scale) + 100 * reference.moved[name]):
+        if not is_finite(t) or (
+            not low and _distance(name, e, reference) > _FAR * max(norm(t), 1e-3 * scale) + 100 * reference.moved[name]
+        ):
             far.append(name)
     return far
 
@@ -321,9 +387,9 @@ def _largest_norm(results: Named) -> float:
 
 
 def _moves_as_far(eager_run: _EagerCase, eager: Named, reference: Reference[Named], names: Sequence[str]) -> bool:
-    """Return whether float64 is at most four times as far from eager, in each of ``names``, as eager is from itself on :func:`perturbed` inputs.
-    Then the difference is eager's rounding. BatchNorm over channels-last images, for instance, adds up in float32: eager's gradients of a MobileNet
-    are off by 2 %. The parameters are not perturbed."""
+    """Return whether float64 is at most four times as far from eager, in each of ``names``, as eager is from itself on
+    :func:`perturbed` inputs. Then the difference is eager's rounding. BatchNorm over channels-last images, for
+    instance, adds up in float32: eager's gradients of a MobileNet are off by 2 %. The parameters are not perturbed."""
     example = eager_run.example.with_tensors(perturbed(eager_run.example.tensors))
     try:
         moved = dataclasses.replace(eager_run, example=example).results()
@@ -340,10 +406,14 @@ def _moves_as_far(eager_run: _EagerCase, eager: Named, reference: Reference[Name
     return True
 
 
-def _results_of_entry(package: Package, entry: str, eager_run: _EagerCase, location: str, *, inference: bool = False) -> Named:
+def _results_of_entry(
+    package: Package, entry: str, eager_run: _EagerCase, location: str, *, inference: bool = False
+) -> Named:
     """Return the entry's results. Raise :class:`ExportError` if the compiled code fails."""
     try:
-        return results_of_entry(package, entry, eager_run.spec, eager_run.example, eager_run.cotangents, inference=inference)
+        return results_of_entry(
+            package, entry, eager_run.spec, eager_run.example, eager_run.cotangents, inference=inference
+        )
     except Overwritten as error:
         raise ExportError(f"{location}: {error}; nothing was written") from error
     except RuntimeError as error:
@@ -351,14 +421,23 @@ def _results_of_entry(package: Package, entry: str, eager_run: _EagerCase, locat
         raise ExportError.of(
             operators[0] if len(operators) == 1 else "",
             f"{location}: the compiled code fails, and eager does not: {message}"
-            + (f". The code calls operators that are not compiled: {', '.join(operators)}. Leave them to eager" if operators else ""),
+            + (
+                f". The code calls operators that are not compiled: {', '.join(operators)}. Leave them to eager"
+                if operators
+                else ""
+            ),
         ) from error
 
 
-def _check_accumulated(entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool) -> None:
-    """Check that ``backward()`` leaves in ``.grad`` the result of ``torch.autograd.grad``. Hooks on the AccumulateGrad nodes can change it."""
+def _check_accumulated(
+    entry: str, accumulated: Named, eager: Named, reference: Reference[Named], reduced_precision: bool
+) -> None:
+    """Check that ``backward()`` leaves in ``.grad`` the result of ``torch.autograd.grad``. Hooks on the AccumulateGrad
+    nodes can change it."""
     expected = dataclasses.replace(reference, results={n: reference.results[n] for n in accumulated})
-    for comparison in compare_results(accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision):
+    for comparison in compare_results(
+        accumulated, {n: eager[n] for n in accumulated}, expected, reduced_precision=reduced_precision
+    ):
         if comparison.wrong:
             raise ExportError(
                 f"{entry}: in eager, the {comparison.name} that backward() leaves in .grad differs by {comparison.error:.3g} from the result of "
@@ -372,7 +451,9 @@ def _check_strides(entry: str, actual: Named, eager: Named) -> None:
         a = actual[name]
         if a is None or e is None or e.numel() == 0:
             continue
-        if any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True)) and name.startswith("output"):
+        if any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True)) and name.startswith(
+            "output"
+        ):
             raise ExportError(
                 f"{entry}: {name}: expected eager's strides {e.stride()}, got {a.stride()}. Return it with .contiguous(): both then agree"
             )
@@ -389,25 +470,42 @@ def _refuse_sparse(entry: str, eager: Named) -> None:
 
 def _called_kernels(package: Package, spec: VariantSpec) -> list[str]:
     """Return the operators that are called, not compiled."""
-    calls = [plan.call for plan in (spec.forward, spec.backward, spec.inference, spec.gradient) if plan is not None and plan.call is not None]
+    calls = [
+        plan.call
+        for plan in (spec.forward, spec.backward, spec.inference, spec.gradient)
+        if plan is not None and plan.call is not None
+    ]
     return sorted({o for call in calls for o in package.manifest.libraries[call.library].operators})
 
 
 def _number_attributes(program: nn.Module) -> dict[str, Any]:
     """Return plain attributes that are numbers, by name."""
     modules = program.named_modules()
-    return {f"{p}.{n}" if p else n: v for p, m in modules for n, v in m.__dict__.items() if type(v) in (int, float) and n != "training"}
+    return {
+        f"{p}.{n}" if p else n: v
+        for p, m in modules
+        for n, v in m.__dict__.items()
+        if type(v) in (int, float) and n != "training"
+    }
 
 
 def _changed_numbers(program: nn.Module, before: Mapping[str, Any]) -> str:
     names = [n for n, v in _number_attributes(program).items() if before.get(n, v) != v]
     text = ", ".join(map(repr, names))
-    return f". The forward changes {text}, which a package does not store: register it as a buffer, and change that in place" if names else ""
+    return (
+        f". The forward changes {text}, which a package does not store: register it as a buffer, and change that in place"
+        if names
+        else ""
+    )
 
 
 def _allowed_of_eager(comparisons: Sequence[Comparison], eager: Named, reference: Reference[Named]) -> dict[str, float]:
-    """Return the tolerances for ``verify``, which only has eager's results: the tolerance of this check plus eager's distance from float64."""
-    return {c.name: c.allowed + (_distance(c.name, eager[c.name], reference) if reference.float64 else 0.0) for c in comparisons}
+    """Return the tolerances for ``verify``, which only has eager's results: the tolerance of this check plus eager's
+    distance from float64."""
+    return {
+        c.name: c.allowed + (_distance(c.name, eager[c.name], reference) if reference.float64 else 0.0)
+        for c in comparisons
+    }
 
 
 def _store(

@@ -1,4 +1,5 @@
-"""Runs an entry on its stored example as code for another machine, in an emulator (``runtime/native/check/run_entry.c``).
+"""Runs an entry on its stored example as code for another machine, in an emulator
+(``runtime/native/check/run_entry.c``).
 
 The emulator for WebAssembly is Node.js.
 """
@@ -34,7 +35,8 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 _PROCESSORS = {"aarch64": "cortex-a53"}
-"""A processor with the instructions of the targets for that machine (armv8-a) and few more: qemu's default one has all that it knows."""
+"""A processor with the instructions of the targets for that machine (armv8-a) and few more: qemu's default one has all
+that it knows."""
 
 
 def emulator(machine: str) -> list[str]:
@@ -65,11 +67,18 @@ def described(machine: str) -> str:
 
 def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """Return the answer of ``standalone_process.py``. The tensors are in the file ``request["file"]``."""
-    if unknown := {dtype for tensors in (request["inputs"], request["incoming"]) for dtype, _, _ in tensors} - _CODES.keys():
+    if (
+        unknown := {dtype for tensors in (request["inputs"], request["incoming"]) for dtype, _, _ in tensors}
+        - _CODES.keys()
+    ):
         return {"error": f"the C library takes no {', '.join(sorted(unknown))}"}
     source = Path(importlib.import_module("aot_backward_native").source_dir())
     try:
-        program = _runner(source, Path(request["path"])) if machine == wasm.MACHINE else native_libraries.built(source, machine) / "run_entry"
+        program = (
+            _runner(source, Path(request["path"]))
+            if machine == wasm.MACHINE
+            else native_libraries.built(source, machine) / "run_entry"
+        )
     except ExportError as error:
         return {"error": str(error)}
     asked = Path(f"{request['file']}.request")
@@ -82,9 +91,20 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
         for name in request["states"].values():
             file.write(struct.pack("<q", len(name.encode())) + name.encode())
     calls = request["steps"] if request["kind"] == "step" else int(request["backward"])
-    arguments = [request["path"], request["entry"], request["variant"], request["mode"] or "-", request["seed"], calls, asked, request["file"]]
+    arguments = [
+        request["path"],
+        request["entry"],
+        request["variant"],
+        request["mode"] or "-",
+        request["seed"],
+        calls,
+        asked,
+        request["file"],
+    ]
     try:
-        process = subprocess.run([*emulator(machine), program, *map(str, arguments)], capture_output=True, text=True, errors="replace")
+        process = subprocess.run(
+            [*emulator(machine), program, *map(str, arguments)], capture_output=True, text=True, errors="replace"
+        )
     finally:
         asked.unlink()
     if process.returncode:
@@ -93,7 +113,9 @@ def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     first, second, states = _read(Path(request["file"]).read_bytes())
     labeled = dict(zip(request["states"], states, strict=True))
     if request["kind"] == "step":
-        return {"results": {"before": dict(zip(request["states"], first, strict=True)), "losses": second, "after": labeled}}
+        return {
+            "results": {"before": dict(zip(request["states"], first, strict=True)), "losses": second, "after": labeled}
+        }
     return {"results": {"before": {}, "outputs": first, "gradients": second, "after": labeled}}
 
 

@@ -15,8 +15,8 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec, Variant
 from aot_backward_runtime.native.guards import Contract, dtype_of
 
 SEED = 20
-"""Seed of the random numbers that a program draws while it is checked, and that the checks draw. docs/format.md (section 2) fixes it: sketches depend
-on it."""
+"""Seed of the random numbers that a program draws while it is checked, and that the checks draw. docs/format.md
+(section 2) fixes it: sketches depend on it."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,16 @@ class Example:
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Example:
         rest = iter(tensors)
-        args, kwargs = pytree.tree_map(lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda v: next(rest) if isinstance(v, torch.Tensor) else v, (self.args, self.kwargs)
+        )
         return Example(args, kwargs, self.mode)
 
 
 @dataclass(frozen=True)
 class Sized:
-    """An example at certain sizes: ``values`` of the variant's symbols, and a label ("batch=4", or "" if no size is dynamic)."""
+    """An example at certain sizes: ``values`` of the variant's symbols, and a label ("batch=4", or "" if no size is
+    dynamic)."""
 
     example: Example
     values: Mapping[str, int]
@@ -47,8 +50,10 @@ class Sized:
 
 
 def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None = None) -> Iterator[Sized]:
-    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed but 0, and each 1 by itself.
-    With ``zero``: only the example with that size at 0, and with it the sizes that must be equal to it; nothing if ``spec`` excludes that.
+    """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed but 0, and each 1 by
+    itself.
+    With ``zero``: only the example with that size at 0, and with it the sizes that must be equal to it; nothing if
+    ``spec`` excludes that.
 
     Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
@@ -66,7 +71,8 @@ def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None 
     for values in (
         _discriminating_sizes(contract, spec.symbols, first),
         _smallest_sizes(contract, spec.symbols),
-        *({**first, s.name: 1} for s in spec.symbols),  # a trace assumes that no size is 1 (process_state.sizes_of_one_open)
+        # A trace assumes that no size is 1 (process_state.sizes_of_one_open)
+        *({**first, s.name: 1} for s in spec.symbols),
     ):
         if values is not None and values not in assignments and _allowed(contract, spec.symbols, values):
             assignments.append(values)
@@ -74,12 +80,16 @@ def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None 
 
 
 def sizes_to_time(spec: VariantSpec, example: Example) -> Iterator[Sized]:
-    """Yield the example; if sizes are dynamic, yield it also with all of them four times as large, or as large as allowed."""
+    """Yield the example; if sizes are dynamic, yield it also with all of them four times as large, or as large as
+    allowed."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)
     first = contract.solve(example.tensors)
     yield Sized(example, first, _label(spec, first))
     for factor in (4, 2):
-        values = {s.name: factor * first[s.name] if s.maximum is None else min(factor * first[s.name], s.maximum) for s in spec.symbols}
+        values = {
+            s.name: factor * first[s.name] if s.maximum is None else min(factor * first[s.name], s.maximum)
+            for s in spec.symbols
+        }
         if values != first and _allowed(contract, spec.symbols, values):
             yield Sized(resized(spec, example, values), values, _label(spec, values))
             return
@@ -92,7 +102,9 @@ def cotangents_at(spec: VariantSpec, values: Mapping[str, int]) -> list[torch.Te
     for c in spec.cotangents:
         dtype = dtype_of(c.dtype)
         sample = torch.randn(
-            [evaluate(s, values) for s in c.shape], generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32
+            [evaluate(s, values) for s in c.shape],
+            generator=generator,
+            dtype=torch.complex64 if dtype.is_complex else torch.float32,
         )
         out.append(sample.to(dtype).to(c.device))
     return out
@@ -102,10 +114,15 @@ def _label(spec: VariantSpec, values: Mapping[str, int]) -> str:
     return ", ".join(f"{s.label}={values[s.name]}" for s in spec.symbols)
 
 
-def _discriminating_sizes(contract: Contract, symbols: Sequence[SymbolSpec], first: Mapping[str, int]) -> dict[str, int] | None:
+def _discriminating_sizes(
+    contract: Contract, symbols: Sequence[SymbolSpec], first: Mapping[str, int]
+) -> dict[str, int] | None:
     """Change every size by a different amount, so that two swapped sizes show."""
     for factor in (1, 2, 3, 4, 6, 8, -1):
-        values = {s.name: first[s.name] + factor * (i + 1) if factor != 8 else first[s.name] * 2 for i, s in enumerate(symbols)}
+        values = {
+            s.name: first[s.name] + factor * (i + 1) if factor != 8 else first[s.name] * 2
+            for i, s in enumerate(symbols)
+        }
         if _allowed(contract, symbols, values):
             return values
     return None

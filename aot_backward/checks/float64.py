@@ -18,11 +18,11 @@ from .tolerance import pieces
 
 @contextlib.contextmanager
 def in_float64(program: nn.Module, *, rounded: bool = False) -> Iterator[None]:
-    """Replace the program's parameters and buffers by copies in float64 (``rounded``: each :func:`perturbed`), wherever the program refers to them.
-    Restore them on exit, even if the copies have changed.
+    """Replace the program's parameters and buffers by copies in float64 (``rounded``: each :func:`perturbed`), wherever
+    the program refers to them. Restore them on exit, even if the copies have changed.
 
-    The Python objects swap their tensors. Setting ``.data`` instead would make torch forget each AccumulateGrad node with its hooks, and would
-    conflict with ``.grad``. Hooks on the gradients themselves run here too."""
+    The Python objects swap their tensors. Setting ``.data`` instead would make torch forget each AccumulateGrad node
+    with its hooks, and would conflict with ``.grad``. Hooks on the gradients themselves run here too."""
     default = torch.get_default_dtype()
     swap, swapped = torch_api._swap_tensor_impl, list[tuple[torch.Tensor, torch.Tensor]]()
     try:
@@ -46,7 +46,11 @@ def to_float64(value: Any) -> Any:
     """Return ``value`` with its floating-point tensors as float64 leaves."""
 
     def widen(v: Any) -> Any:
-        return v.detach().double().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        return (
+            v.detach().double().requires_grad_(v.requires_grad)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+        )
 
     return pytree.tree_map(widen, value)
 
@@ -55,7 +59,11 @@ def perturbed(value: Any) -> Any:
     """Return ``value`` with each floating-point element changed by a random relative amount of up to float32's eps."""
 
     def perturb(v: Any) -> Any:
-        return _perturb(v.detach().clone()).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        return (
+            _perturb(v.detach().clone()).requires_grad_(v.requires_grad)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+        )
 
     return pytree.tree_map(perturb, value)
 
@@ -70,8 +78,8 @@ def _perturb(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def consumed_cuda_rng(device: str) -> bool:
-    """Return whether a GPU has drawn random numbers since :data:`.example_sizes.SEED` was set: there float64 draws others than narrower types do.
-    Set the seed again."""
+    """Return whether a GPU has drawn random numbers since :data:`.example_sizes.SEED` was set: there float64 draws
+    others than narrower types do. Set the seed again."""
     if device != "cuda":
         return False
     after = torch.cuda.get_rng_state()

@@ -1,8 +1,9 @@
 """Compare compiled graphs with eager's operators, on the same input tensors.
 
-This checks a rebuilt package without the model's source. For each result of a graph, with a from the compiled code and e from the
-operators: ‖a − e‖ ≤ r·max(‖e‖, 1e-2·G). G is the largest norm among the graph's results and r the :data:`.tolerance.RELATIVE` of e; in a graph
-with 16-bit values, r is at least twice theirs.
+This checks a rebuilt package without the model's source. For each result of a graph, with a from the compiled code and
+e from the
+operators: ‖a − e‖ ≤ r·max(‖e‖, 1e-2·G). G is the largest norm among the graph's results and r the
+:data:`.tolerance.RELATIVE` of e; in a graph with 16-bit values, r is at least twice theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from aot_backward_exporters.graph import Graph
 from aot_backward_exporters.process_state import patched
 from aot_backward_runtime.errors import AotBackwardError, ExportError, InputError
 from aot_backward_runtime.format.expressions import evaluate, symbols_of
-from aot_backward_runtime.format.manifest import ClippingSpec, LibrarySpec, Manifest, PassSpec, TensorSpec, UpdateSpec, Verdict
+from aot_backward_runtime.format.manifest import (
+    ClippingSpec,
+    LibrarySpec,
+    Manifest,
+    PassSpec,
+    TensorSpec,
+    UpdateSpec,
+    Verdict,
+)
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.native.cuda_library import library_on
 from aot_backward_runtime.native.guards import dtype_of
@@ -36,9 +45,9 @@ from .verify import stored_example, verify_variant
 
 @dataclass
 class _Findings:
-    """The result nearest to its tolerance so far. For each library, only the first call at each set of sizes is compared, because operators run one
-    by one are slow. ``trains``: compare written state only with the stored results, because an optimizer divides a gradient that is zero up to
-    rounding by its own size."""
+    """The result nearest to its tolerance so far. For each library, only the first call at each set of sizes is
+    compared, because operators run one by one are slow. ``trains``: compare written state only with the stored results,
+    because an optimizer divides a gradient that is zero up to rounding by its own size."""
 
     worst: str = ""
     ratio: float = 0.0
@@ -54,9 +63,12 @@ class _Findings:
         return Verdict("verified", self.worst, round(self.ratio, 6), tuple(dict.fromkeys(filter(None, labels))))
 
 
-def check_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]) -> Verdict:
-    """Run variant ``number`` of ``entry`` on its stored example, and compare it with the stored results and the operators. If a size is dynamic, also
-    compare with the operators at other sizes. Raise :class:`ExportError` naming the wrong result."""
+def check_variant(
+    package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]
+) -> Verdict:
+    """Run variant ``number`` of ``entry`` on its stored example, and compare it with the stored results and the
+    operators. If a size is dynamic, also compare with the operators at other sizes. Raise :class:`ExportError` naming
+    the wrong result."""
     spec = package.manifest.entries[entry].variants[number]
     findings = _Findings(trains=package.entries[entry] == "step")
     labels = list[str]()
@@ -78,15 +90,22 @@ def check_variant(package: Package, entry: str, number: int, examples: Mapping[s
                 try:
                     results_of_entry(package, entry, spec, sized.example, cotangents_at(spec, sized.values))
                 except (_Refused, InputError):
-                    continue  # eager refuses this size, too: an index out of range, or a number of rows that does not fit the program
+                    # Eager refuses this size, too: an index out of range, or a number of rows that does not fit the
+                    # program
+                    continue
                 labels.append(sized.label)
     return findings.verdict(labels)
 
 
 def check_pass(
-    manifest: Manifest, variant: PassSpec, paths: Mapping[str, Path], weights: Mapping[str, torch.Tensor], graphs: Mapping[str, Graph]
+    manifest: Manifest,
+    variant: PassSpec,
+    paths: Mapping[str, Path],
+    weights: Mapping[str, torch.Tensor],
+    graphs: Mapping[str, Graph],
 ) -> Verdict:
-    """Compare every graph of a recorded pass on made-up numbers: recorded ones are not kept. Raise :class:`ExportError` naming the wrong result."""
+    """Compare every graph of a recorded pass on made-up numbers: recorded ones are not kept. Raise :class:`ExportError`
+    naming the wrong result."""
     findings = _Findings()
     labels = list[str]()
     for name in [s.library for s in variant.segments if s.library]:
@@ -96,7 +115,8 @@ def check_pass(
         constants = {c.weight: weights[c.weight].to(device) for c in spec.constants}
         library.bind((constants, ()))
         for values in _sizes(variant, spec, graphs[name]):
-            for maximum in (3, 1, 0):  # integers may be indices into few elements; then the operators, which run first, raise
+            # Integers may be indices into few elements; then the operators, which run first, raise
+            for maximum in (3, 1, 0):
                 try:
                     inputs = [_random_input(described, values, i, maximum) for i, described in enumerate(spec.inputs)]
                     _compare_call(name, spec, graphs[name], inputs, constants, library.run, findings, "a recorded pass")
@@ -112,17 +132,24 @@ def check_pass(
     return findings.verdict(labels)
 
 
-def check_update(manifest: Manifest, update: UpdateSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
-    """Compare an optimizer step with its operators, on made-up parameters, gradients and state and the recorded numbers; as :func:`check_pass`."""
+def check_update(
+    manifest: Manifest, update: UpdateSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]
+) -> Verdict:
+    """Compare an optimizer step with its operators, on made-up parameters, gradients and state and the recorded
+    numbers; as :func:`check_pass`."""
     spec, count = manifest.libraries[update.library], len(update.trained)
     inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
     for state in inputs[2 * count : -1]:
         state.abs_().add_(1.0)  # squares and counts of steps are positive
     inputs[-1].copy_(torch.tensor([0.0, 0.0, *(n.value for n in update.numbers)], dtype=torch.float64))
-    return _check_written("an optimizer step", manifest, update.library, paths, graphs, inputs, range(count, len(inputs) - 1))
+    return _check_written(
+        "an optimizer step", manifest, update.library, paths, graphs, inputs, range(count, len(inputs) - 1)
+    )
 
 
-def check_clipping(manifest: Manifest, clipping: ClippingSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]) -> Verdict:
+def check_clipping(
+    manifest: Manifest, clipping: ClippingSpec, paths: Mapping[str, Path], graphs: Mapping[str, Graph]
+) -> Verdict:
     """Compare a clipping of made-up gradients with its operators, by the changed gradients; as :func:`check_pass`."""
     spec = manifest.libraries[clipping.library]
     inputs = [_random_input(described, {}, i, 1) for i, described in enumerate(spec.inputs)]
@@ -187,7 +214,9 @@ def _random_input(described: TensorSpec, values: Mapping[str, int], seed: int, m
     shape, stride = [evaluate(s, values) for s in described.shape], [evaluate(s, values) for s in described.stride]
     dtype, generator = dtype_of(described.dtype), torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
-        sample = torch.randn(shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+        sample = torch.randn(
+            shape, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32
+        ).to(dtype)
     else:
         sample = torch.randint(0, 2 if dtype == torch.bool else maximum + 1, shape, generator=generator).to(dtype)
     sample = sample.to(described.device)
@@ -219,7 +248,14 @@ class _Watched:
     """Runner of a library that compares each call."""
 
     def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, subject: str):
-        self._runner, self._name, self._spec, self._graph, self._findings, self._what = runner, name, spec, graph, findings, subject
+        self._runner, self._name, self._spec, self._graph, self._findings, self._what = (
+            runner,
+            name,
+            spec,
+            graph,
+            findings,
+            subject,
+        )
         self._constants: dict[str, torch.Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -234,29 +270,35 @@ class _Watched:
         if key in self._findings.seen:
             return self._runner.run(inputs)
         self._findings.seen.add(key)
-        return _compare_call(self._name, self._spec, self._graph, inputs, self._constants, self._runner.run, self._findings, self._what)
+        return _compare_call(
+            self._name, self._spec, self._graph, inputs, self._constants, self._runner.run, self._findings, self._what
+        )
 
 
 def _compare_call(
     name: str, spec: LibrarySpec, graph: Graph, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor], run: Any, findings: _Findings,
     subject: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Compare a call of ``run`` and return its results. The operators run on the CPU, where the graph was captured. A graph that draws random numbers
-    is not compared on a GPU, because the CPU draws others."""
+    """Compare a call of ``run`` and return its results. The operators run on the CPU, where the graph was captured. A
+    graph that draws random numbers is not compared on a GPU, because the CPU draws others."""
     if consumes_rng(graph) and any(t.device.type != "cpu" for t in (*inputs, *constants.values())):
         return list(run(list(inputs)))
     copies, weights = [_copy(t).cpu() for t in inputs], {key: _copy(t).cpu() for key, t in constants.items()}
     with torch.random.fork_rng(devices=[]):
         try:
-            expected = run_graph(graph.module, copies, {target: weights[key] for target, (key, _) in graph.constants.items()})
-        except Exception as error:  # an index out of range is an IndexError; an operator written in Python may raise any exception
+            expected = run_graph(
+                graph.module, copies, {target: weights[key] for target, (key, _) in graph.constants.items()}
+            )
+        # An index out of range is an IndexError; an operator written in Python may raise any exception
+        except Exception as error:
             raise _Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
     actual = run(list(inputs))
     pairs = [(described.name, a.cpu(), e) for described, a, e in zip(spec.outputs, actual, expected, strict=True)]
     if not findings.trains:
         pairs += [(f"the value written to {key}", constants[key].cpu(), weights[key]) for key in constants]
     largest = max((norm(e) for _, _, e in pairs[: len(actual)] if e.is_floating_point()), default=0.0)
-    coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)  # both are rounded, each in its own order
+    # Both are rounded, each in its own order
+    coarsest = 2 * max((RELATIVE[d] for d in _dtypes(graph.module)), default=0.0)
     for label, a, e in pairs:
         ratio = _compare(label, a, e, largest, coarsest).ratio
         if not ratio <= 1:
@@ -270,7 +312,10 @@ def _compare_call(
 
 def consumes_rng(graph: Graph) -> bool:
     """Return whether the graph draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _has_dropout(node) for node in graph.module.graph.nodes)
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _has_dropout(node)
+        for node in graph.module.graph.nodes
+    )
 
 
 def _has_dropout(node: Node) -> bool:
@@ -280,9 +325,11 @@ def _has_dropout(node: Node) -> bool:
     return "dropout_p" not in names or bool(arguments.get("dropout_p"))
 
 
-def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Run ``module`` (from :func:`portable.graph_json.graph_of`) operator by operator and return its outputs. ``constants``: its attributes' values;
-    the graph may write to them."""
+def run_graph(
+    module: GraphModule, inputs: Sequence[torch.Tensor], constants: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Run ``module`` (from :func:`portable.graph_json.graph_of`) operator by operator and return its outputs.
+    ``constants``: its attributes' values; the graph may write to them."""
     values: dict[Node, Any] = {}
     rest = iter(inputs)
     with torch.no_grad():
@@ -302,12 +349,18 @@ def run_graph(module: GraphModule, inputs: Sequence[torch.Tensor], constants: Ma
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor.detach().clone()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor.detach()
+    )
 
 
 def _dtypes(module: GraphModule) -> set[torch.dtype]:
     values = [n.meta.get("val") for n in module.graph.nodes]
-    return {t.dtype for t in values if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.complex32)}
+    return {
+        t.dtype
+        for t in values
+        if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16, torch.complex32)
+    }
 
 
 def _compare(label: str, a: torch.Tensor, e: torch.Tensor, largest: float, coarsest: float) -> Comparison:

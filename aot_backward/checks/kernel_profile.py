@@ -1,4 +1,5 @@
-"""Profile a compiled entry: its kernels, which the code reports to ``torch.profiler``, and the source lines that they come from."""
+"""Profile a compiled entry: its kernels, which the code reports to ``torch.profiler``, and the source lines that they
+come from."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ _FUSED = re.compile(r"^(?:graph_\d+_)?(?:cpp|triton)_[a-z]*?_?fused_(.*?)(?:_\d+
 _CALLED = re.compile(r"^aoti_torch_[a-z]+_(?:_?mkl_|_?mkldnn_)?(.*?)(?:_out)?$")
 
 
-def slowest(package: Package, timed: Timed, spec: VariantSpec, sized: Sized, microseconds: float, graphs: Sequence[Graph]) -> Iterator[str]:
-    """Describe how much of ``microseconds``, the time of a call, is spent in kernels, and name the slowest. ``package``: code that reports its
-    kernels; ``graphs``: the graphs that it was compiled from."""
+def slowest(
+    package: Package, timed: Timed, spec: VariantSpec, sized: Sized, microseconds: float, graphs: Sequence[Graph]
+) -> Iterator[str]:
+    """Describe how much of ``microseconds``, the time of a call, is spent in kernels, and name the slowest.
+    ``package``: code that reports its kernels; ``graphs``: the graphs that it was compiled from."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         call = stack.enter_context(timed.compiled(package, spec, sized))
@@ -52,7 +55,8 @@ def _kernels(call: Call) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Silence the profiler's messages on stderr about start and stop. It reads the variable once, when it is first used."""
+    """Silence the profiler's messages on stderr about start and stop. It reads the variable once, when it is first
+    used."""
     before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
@@ -78,4 +82,10 @@ def _lines(name: str, graphs: Sequence[Graph]) -> Iterator[str]:
             namespace, _, rest = str(node.target).partition(".")  # aten.mm.default
             operator = rest.partition(".")[0].strip("_")
             if line is not None and namespace == "aten" and re.search(rf"(^|_){re.escape(operator)}(_|$)", text):
-                yield f"{line.file}:{line.number}" if line.file else f"in {line.module}" if line.module else "in the model"
+                yield (
+                    f"{line.file}:{line.number}"
+                    if line.file
+                    else f"in {line.module}"
+                    if line.module
+                    else "in the model"
+                )

@@ -20,13 +20,15 @@ from ..capture import layer_patches, preserve
 from .example_sizes import SEED, Example
 
 Take = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Called with a gradient's name, its target and the gradient, when backward has computed it; returns its replacement in the results."""
+"""Called with a gradient's name, its target and the gradient, when backward has computed it; returns its replacement in
+the results."""
 
 Named = dict[str, torch.Tensor | None]
 """Results by name: "output[0]", "gradient of weight", "second-order gradient of weight", "buffer running_mean"."""
 
 Wrt = tuple[tuple[str, Any], ...]
-"""Targets of a ``grad`` entry, in order: ("parameter", its name) or ("input", its number among the tensors of the call)."""
+"""Targets of a ``grad`` entry, in order: ("parameter", its name) or ("input", its number among the tensors of the
+call)."""
 
 
 def has_inference_code(spec: VariantSpec) -> bool:
@@ -39,10 +41,17 @@ class Overwritten(ExportError):
 
 
 def results_of_entry(
-    package: Package, entry: str, spec: VariantSpec, example: Example, cotangents: Sequence[torch.Tensor], *, inference: bool = False
+    package: Package,
+    entry: str,
+    spec: VariantSpec,
+    example: Example,
+    cotangents: Sequence[torch.Tensor],
+    *,
+    inference: bool = False,
 ) -> Named:
-    """Return the results of a loaded ``module`` or ``grad`` entry, and restore its buffers. ``inference``: only outputs and buffers, of a module
-    under ``no_grad``, which may run other code. Raise :class:`Overwritten` if a parameter or an input has changed."""
+    """Return the results of a loaded ``module`` or ``grad`` entry, and restore its buffers. ``inference``: only outputs
+    and buffers, of a module under ``no_grad``, which may run other code. Raise :class:`Overwritten` if a parameter or
+    an input has changed."""
     out: Named = {}
     example = _fresh_leaves(example)
     tensors = {described.name: t for described, t in zip(spec.inputs, example.tensors, strict=True)}
@@ -63,8 +72,13 @@ def results_of_entry(
             return _copied(out)
     if package.manifest.entries[entry].kind == "function":
         function = package.function(entry).train(example.mode == "train")
-        buffers = {s.name: function.parameters[s.name] for s in package.manifest.entries[entry].state if not s.parameter}
-        with preserve.values_kept(buffers.values()), _only_read(tensors | {n: t for n, t in function.parameters.items() if n not in buffers}):
+        buffers = {
+            s.name: function.parameters[s.name] for s in package.manifest.entries[entry].state if not s.parameter
+        }
+        with (
+            preserve.values_kept(buffers.values()),
+            _only_read(tensors | {n: t for n, t in function.parameters.items() if n not in buffers}),
+        ):
             _add_outputs(out, function(*example.args, **example.kwargs))
             out.update({f"buffer {n}": b for n, b in buffers.items()})
             return _copied(out)
@@ -90,7 +104,9 @@ def _only_read(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     before = {name: _hash(t) for name, t in tensors.items()}
     yield
     if changed := [name for name, t in tensors.items() if _hash(t) != before[name]]:
-        raise Overwritten(f"the compiled code writes to {', '.join(changed)}, which it should only read; report this as a bug")
+        raise Overwritten(
+            f"the compiled code writes to {', '.join(changed)}, which it should only read; report this as a bug"
+        )
 
 
 def _hash(tensor: torch.Tensor) -> int:
@@ -114,20 +130,23 @@ def results_of_eager(
     take: Take | None = None,
     root: int = 0,
 ) -> Named:
-    """Return the same names from eager, and restore ``program``'s buffers. ``wrt``: of a ``grad`` entry; ``root``: which output it differentiates.
-    ``accumulated``: only return the ``.grad`` that ``backward()`` leaves on the parameters. ``take``: called with each gradient, except for entries
-    that have gradients of gradients."""
+    """Return the same names from eager, and restore ``program``'s buffers. ``wrt``: of a ``grad`` entry; ``root``:
+    which output it differentiates. ``accumulated``: only return the ``.grad`` that ``backward()`` leaves on the
+    parameters. ``take``: called with each gradient, except for entries that have gradients of gradients."""
     out: Named = {}
     taking = None if take is None else _GradientSink(take)
     example = _fresh_leaves(example)
     parameters = dict(program.named_parameters(remove_duplicate=False))
     if wrt is not None:
         inputs = example.tensors
-        targets = {(spec.inputs[w].name if k == "input" else w): (inputs[w] if k == "input" else parameters[w]) for k, w in wrt}
+        targets = {
+            (spec.inputs[w].name if k == "input" else w): (inputs[w] if k == "input" else parameters[w]) for k, w in wrt
+        }
     else:
         targets = differentiated(spec, parameters, example)
     torch.manual_seed(SEED)
-    torch.clear_autocast_cache()  # it keeps casts of weights while the caller's autocast lasts, even if the weights change
+    # It keeps casts of weights while the caller's autocast lasts, even if the weights change
+    torch.clear_autocast_cache()
     with (
         preserve.in_mode(program, example.mode),
         preserve.slots_kept(program),
@@ -150,7 +169,9 @@ def results_of_eager(
         return _copied(out, taking)
 
 
-def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example) -> dict[str, torch.Tensor]:
+def differentiated(
+    spec: VariantSpec, parameters: Mapping[str, torch.Tensor], example: Example
+) -> dict[str, torch.Tensor]:
     """Return the tensors that a ``module`` variant has gradients for, by name."""
     out, inputs = {}, example.tensors
     for gradient in spec.backward.gradients if spec.backward else ():
@@ -163,7 +184,8 @@ def differentiated(spec: VariantSpec, parameters: Mapping[str, torch.Tensor], ex
 
 
 def _add_outputs(out: Named, value: Any) -> list[torch.Tensor]:
-    """Add the output's tensors by number, and return them. A dict is in the order of its keys, as both sides return it."""
+    """Add the output's tensors by number, and return them. A dict is in the order of its keys, as both sides return
+    it."""
     flat = tensors_of(value)
     out.update({f"output[{i}]": v for i, v in enumerate(flat)})
     return flat
@@ -182,7 +204,8 @@ def _add_gradients(
     cotangents: Sequence[torch.Tensor],
     taking: _GradientSink | None = None,
 ) -> None:
-    """Add the gradients of a ``module`` variant, then gradients of these, also with respect to the incoming gradients, up to its order."""
+    """Add the gradients of a ``module`` variant, then gradients of these, also with respect to the incoming gradients,
+    up to its order."""
     if not targets or not spec.differentiable:
         return
     roots = [outputs[i] for i in spec.differentiable]
@@ -195,20 +218,26 @@ def _add_gradients(
         last = level == order
         if not last:
             cotangents = [c.detach().clone().requires_grad_() for c in cotangents]
-        gradients = torch.autograd.grad(roots, list(sources.values()), list(cotangents), allow_unused=True, create_graph=not last)
+        gradients = torch.autograd.grad(
+            roots, list(sources.values()), list(cotangents), allow_unused=True, create_graph=not last
+        )
         out.update({f"{prefix}gradient of {n}": g for n, g in zip(sources, gradients, strict=True)})
         if last:
             return
         sources |= {f"incoming {prefix}gradient {i}": c for i, c in enumerate(cotangents)}
         roots = [g for g in gradients if g is not None]
         generator = torch.Generator().manual_seed(SEED + level)
-        draws = [torch.randn(g.shape, generator=generator, dtype=torch.complex64 if g.is_complex() else torch.float32) for g in roots]
+        draws = [
+            torch.randn(g.shape, generator=generator, dtype=torch.complex64 if g.is_complex() else torch.float32)
+            for g in roots
+        ]
         cotangents = [c.to(g) for c, g in zip(draws, roots, strict=True)]
         prefix = ("second-order ", "third-order ", "fourth-order ")[level - 1]
 
 
 class _GradientSink:
-    """Passes each gradient to ``take`` when backward has computed it. Autograd gets a single expanded number instead, so that memory can be freed."""
+    """Passes each gradient to ``take`` when backward has computed it. Autograd gets a single expanded number instead,
+    so that memory can be freed."""
 
     def __init__(self, take: Take):
         self.taken: dict[int, torch.Tensor] = {}  # by the identity of the target
@@ -216,13 +245,15 @@ class _GradientSink:
 
     @contextlib.contextmanager
     def hooked(self, targets: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Hook each target inside, and leave no trace: float32 and float64 tensors are swapped under a parameter, and one of them would lack the
-        hooks that are registered on the other."""
+        """Hook each target inside, and leave no trace: float32 and float64 tensors are swapped under a parameter, and
+        one of them would lack the hooks that are registered on the other."""
         with contextlib.ExitStack() as stack:
             for name, target in {id(t): (n, t) for n, t in targets.items()}.values():
                 if not target._backward_hooks:
                     stack.callback(setattr, target, "_backward_hooks", target._backward_hooks)
-                stack.callback(target.register_hook(functools.partial(self._hook, f"gradient of {name}", target)).remove)
+                stack.callback(
+                    target.register_hook(functools.partial(self._hook, f"gradient of {name}", target)).remove
+                )
             yield
 
     def _hook(self, name: str, target: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -233,13 +264,20 @@ class _GradientSink:
 
 
 def _gradients(
-    roots: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor], cotangents: Sequence[torch.Tensor] | None, taking: _GradientSink | None
+    roots: Sequence[torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    cotangents: Sequence[torch.Tensor] | None,
+    taking: _GradientSink | None,
 ) -> Named:
     """Call ``torch.autograd.grad``; return results by "gradient of NAME"."""
     with taking.hooked(targets) if taking is not None else contextlib.nullcontext():
-        gradients = torch.autograd.grad(roots, list(targets.values()), None if cotangents is None else list(cotangents), allow_unused=True)
+        gradients = torch.autograd.grad(
+            roots, list(targets.values()), None if cotangents is None else list(cotangents), allow_unused=True
+        )
     replacements = {} if taking is None else taking.taken
-    return {f"gradient of {n}": replacements.get(id(t), g) for (n, t), g in zip(targets.items(), gradients, strict=True)}
+    return {
+        f"gradient of {n}": replacements.get(id(t), g) for (n, t), g in zip(targets.items(), gradients, strict=True)
+    }
 
 
 def _cast(cotangents: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -253,8 +291,9 @@ def _accumulated(
     parameters: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
 ) -> Named:
-    """Return ``.grad`` of the ``targets`` in ``parameters`` after a caller's ``backward()`` of ``roots``, by "gradient of NAME". It passes no
-    ``inputs=``, so that eager's kernels run as in training. The parameters' own ``.grad`` are restored."""
+    """Return ``.grad`` of the ``targets`` in ``parameters`` after a caller's ``backward()`` of ``roots``, by "gradient
+    of NAME". It passes no ``inputs=``, so that eager's kernels run as in training. The parameters' own ``.grad`` are
+    restored."""
     parameter_ids = {id(p) for p in parameters.values()}
     leaves = {n: t for n, t in targets.items() if id(t) in parameter_ids}
     if not leaves or not roots:
@@ -275,7 +314,8 @@ def _fresh_leaves(example: Example) -> Example:
 
 
 def _copied(results: Named, taking: _GradientSink | None = None) -> Named:
-    """Replace the tensors in ``results`` by copies, one after the other. Tensors from ``take`` are not shared and stay."""
+    """Replace the tensors in ``results`` by copies, one after the other. Tensors from ``take`` are not shared and
+    stay."""
     taken_ids = set() if taking is None else {id(t) for t in taking.taken.values()}
     for name, value in results.items():
         if value is not None and id(value) not in taken_ids:

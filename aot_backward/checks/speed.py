@@ -1,5 +1,5 @@
-"""Time a compiled entry and eager, on the example's tensors and in one process: forward and backward of a ``module`` or ``grad`` entry, the whole
-step of a ``step`` entry. Eager uses the user's own module, loss and optimizer.
+"""Time a compiled entry and eager, on the example's tensors and in one process: forward and backward of a ``module`` or
+``grad`` entry, the whole step of a ``step`` entry. Eager uses the user's own module, loss and optimizer.
 
 Buffers, gradients, parameters and the optimizer's state are restored.
 """
@@ -38,8 +38,11 @@ class Timed(Protocol):
     def compiled(self, package: Package, spec: VariantSpec, sized: Sized) -> AbstractContextManager[Call]: ...
 
 
-def measure(packages: Mapping[str, Package], timed: Timed, spec: VariantSpec, sized: Sized, seconds: float) -> dict[str, float]:
-    """Return microseconds of one call of eager (:data:`EAGER`) and of each of ``packages``. Output that the program prints is discarded."""
+def measure(
+    packages: Mapping[str, Package], timed: Timed, spec: VariantSpec, sized: Sized, seconds: float
+) -> dict[str, float]:
+    """Return microseconds of one call of eager (:data:`EAGER`) and of each of ``packages``. Output that the program
+    prints is discarded."""
     device = next(iter(packages.values())).device
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -80,7 +83,9 @@ class ProgramTimed:
             if self._wrt is None:
                 yield _forward_and_backward(program, spec, example, targets, cotangents_at(spec, sized.values))
             else:
-                yield lambda: torch.autograd.grad(tensors_of(program(*example.args, **example.kwargs))[0], targets, allow_unused=True)
+                yield lambda: torch.autograd.grad(
+                    tensors_of(program(*example.args, **example.kwargs))[0], targets, allow_unused=True
+                )
 
     @contextlib.contextmanager
     def compiled(self, package: Package, spec: VariantSpec, sized: Sized) -> Iterator[Call]:
@@ -116,7 +121,9 @@ class StepTimed:
 
         averages = [p.detach().clone() for p in parameters] if settings.ema is not None else []
         average = get_ema_multi_avg_fn(settings.ema or 0.0)
-        scaler = torch.amp.GradScaler(parameters[0].device.type, settings.loss_scale or 1.0, enabled=settings.loss_scale is not None)
+        scaler = torch.amp.GradScaler(
+            parameters[0].device.type, settings.loss_scale or 1.0, enabled=settings.loss_scale is not None
+        )
 
         def call() -> None:
             optimizer.zero_grad(set_to_none=True)
@@ -142,7 +149,11 @@ class StepTimed:
 
 
 def _forward_and_backward(
-    module: nn.Module, spec: VariantSpec, example: Example, targets: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+    module: nn.Module,
+    spec: VariantSpec,
+    example: Example,
+    targets: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
 ) -> Callable[[], object]:
     if not targets or not spec.differentiable:
         return lambda: module(*example.args, **example.kwargs)

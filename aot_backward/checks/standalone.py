@@ -1,5 +1,6 @@
-"""Check if the C library runs an entry without PyTorch (``docs/native.md``): it has every function that the code calls, and the results of the stored
-examples are within their tolerances. The check is skipped if ``aot-backward-native`` is not installed."""
+"""Check if the C library runs an entry without PyTorch (``docs/native.md``): it has every function that the code calls,
+and the results of the stored examples are within their tolerances. The check is skipped if ``aot-backward-native`` is
+not installed."""
 
 from __future__ import annotations
 
@@ -38,18 +39,22 @@ def is_installed() -> bool:
 
 
 def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
-    """Return PyTorch functions that the libraries call and the standalone backend lacks: operators ("aten.abs"), or functions of PyTorch's C
-    interface. ``operators``: operators that they call by name ("aten::_linalg_det", "aten::set_.source_Tensor")."""
+    """Return PyTorch functions that the libraries call and the standalone backend lacks: operators ("aten.abs"), or
+    functions of PyTorch's C interface. ``operators``: operators that they call by name ("aten::_linalg_det",
+    "aten::set_.source_Tensor")."""
     native = importlib.import_module(_MODULE)
     core = ctypes.CDLL(str(Path(native.library_dir()) / "libaotb_core.so"))
     names = set[str]()
     for library in libraries:
         command = (
-            [gcc.emscripten_tool("emnm"), "--undefined-only"] if library.read_bytes().startswith(wasm.MAGIC) else ["nm", "-D", "--undefined-only"]
+            [gcc.emscripten_tool("emnm"), "--undefined-only"]
+            if library.read_bytes().startswith(wasm.MAGIC)
+            else ["nm", "-D", "--undefined-only"]
         )
         process = subprocess.run([*command, library], capture_output=True, text=True, check=True)
         symbols = [line.split()[-2:] for line in process.stdout.splitlines()]
-        names.update(name.partition("@")[0] for kind, name in symbols if kind != "w")  # code goes without weak ones (products.h)
+        # Code goes without weak ones (products.h)
+        names.update(name.partition("@")[0] for kind, name in symbols if kind != "w")
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
     missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}
     missing_operators = {f"aten.{n.removeprefix(_OPERATOR)}" if n.startswith(_OPERATOR) else n for n in missing}
@@ -57,8 +62,8 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
 
 
 def verdict(path: Path, name: str, entry: EntrySpec, examples: Mapping[str, torch.Tensor], machine: str) -> str:
-    """Return :data:`VERIFIED`, or an error, for an entry of the package at ``path``, which has the stored ``examples`` and code for ``machine`` only.
-    Code for another machine than this one runs in an emulator."""
+    """Return :data:`VERIFIED`, or an error, for an entry of the package at ``path``, which has the stored ``examples``
+    and code for ``machine`` only. Code for another machine than this one runs in an emulator."""
     for number in range(len(entry.variants)):
         prefix = f"{name}/{number}/"
         stored = {key.removeprefix(prefix): t for key, t in examples.items() if key.startswith(prefix)}
@@ -82,8 +87,13 @@ class _Failed(Exception):
 
 
 def _difference(results: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> str:
-    """Return the first difference above its tolerance, or "". Gradients of gradients need PyTorch's runtime and are skipped."""
-    names = {n for n in stored_results.names_of(stored) if not n.startswith(("second-order ", "third-order ", "fourth-order "))}
+    """Return the first difference above its tolerance, or "". Gradients of gradients need PyTorch's runtime and are
+    skipped."""
+    names = {
+        n
+        for n in stored_results.names_of(stored)
+        if not n.startswith(("second-order ", "third-order ", "fourth-order "))
+    }
     if missing := sorted(names - {n for n, t in results.items() if t is not None}):
         return f"{missing[0]} is missing"
     for result in sorted(names):
@@ -98,7 +108,9 @@ def _difference(results: Named, stored: Mapping[str, torch.Tensor], *, as_stored
     return ""
 
 
-def results_of(path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor], machine: str) -> Named:
+def results_of(
+    path: Path, file: Path, name: str, entry: EntrySpec, number: int, stored: Mapping[str, torch.Tensor], machine: str
+) -> Named:
     """Run that variant of the entry on its stored example in a separate process."""
     variant, states = entry.variants[number], _states(entry)
     request = {
@@ -114,14 +126,20 @@ def results_of(path: Path, file: Path, name: str, entry: EntrySpec, number: int,
         "outputs": len(variant.outputs),
         "inputs": [_as_bytes(as_dtype(spec.dtype, stored[f"input/{i}"])) for i, spec in enumerate(variant.inputs)],
         "incoming": [
-            _as_bytes(as_dtype(spec.dtype, stored[f"cotangent/{i}"])) for i, spec in enumerate(variant.cotangents) if entry.kind == "module"
+            _as_bytes(as_dtype(spec.dtype, stored[f"cotangent/{i}"]))
+            for i, spec in enumerate(variant.cotangents)
+            if entry.kind == "module"
         ],
         "states": states,
     }
     answer = _answer(request) if machine == platform.machine() else emulated.run(request, machine)
     if "error" in answer:
         raise _Failed(answer["error"])
-    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8) if file.stat().st_size else torch.empty(0, dtype=torch.uint8)
+    data = (
+        torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+        if file.stat().st_size
+        else torch.empty(0, dtype=torch.uint8)
+    )
     return _named(answer["results"], data, entry, variant, states, stored)
 
 
@@ -145,7 +163,9 @@ def _states(entry: EntrySpec) -> dict[str, str]:
         return name
 
     out = {f"{'parameter' if s.parameter else 'buffer'} {name}": name for name, s in own.items()}
-    out |= {f"{slot.key} of {parameter}": added(slot.state) for slot in entry.step.state for parameter in slot.parameters}
+    out |= {
+        f"{slot.key} of {parameter}": added(slot.state) for slot in entry.step.state for parameter in slot.parameters
+    }
     return out | {f"{s.name[8:]} of the loss": added(s.name) for s in entry.state if s.name.startswith("loss_fn.")}
 
 
@@ -183,4 +203,8 @@ def _named(
 
 
 def _as_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), b"".join(map(bytes, tensor_chunks(tensor.detach())))
+    return (
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        b"".join(map(bytes, tensor_chunks(tensor.detach()))),
+    )

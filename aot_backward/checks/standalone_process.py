@@ -1,5 +1,6 @@
-"""Script that ``standalone.py`` runs in a separate process: it runs an entry on its stored example, without PyTorch. If native code ends the process,
-the export goes on. stdin: a pickled request; stdout: a pickled answer; the results' bytes go to a file."""
+"""Script that ``standalone.py`` runs in a separate process: it runs an entry on its stored example, without PyTorch. If
+native code ends the process, the export goes on. stdin: a pickled request; stdout: a pickled answer; the results' bytes
+go to a file."""
 
 from __future__ import annotations
 

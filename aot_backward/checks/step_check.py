@@ -1,14 +1,15 @@
 """Compare a compiled training step with eager: the same steps from the same state, with all results and state.
 
-Several steps are made on the example: by the artifact, in eager (the user's module, loss and optimizer, restored afterwards), and in eager with
-everything in float64. The check compares the losses, and the change of each parameter, buffer and tensor of the optimizer's state. It compares
-changes because a wrong update is small relative to its parameter. ``tolerance.py`` states the tolerances. s, how far a change itself moves, has two
-parts here. In the first, everything that goes in is perturbed, as in ``eager_check.py``. In the second, each gradient is off in a random direction
-by as much as ``eager_check.py`` allows: an optimizer such as Adam divides a gradient by its own size, and makes a whole step even if the true
-gradient is zero (a bias before BatchNorm).
+Several steps are made on the example: by the artifact, in eager (the user's module, loss and optimizer, restored
+afterwards), and in eager with everything in float64. The check compares the losses, and the change of each parameter,
+buffer and tensor of the optimizer's state. It compares changes because a wrong update is small relative to its
+parameter. ``tolerance.py`` states the tolerances. s, how far a change itself moves, has two parts here. In the first,
+everything that goes in is perturbed, as in ``eager_check.py``. In the second, each gradient is off in a random
+direction by as much as ``eager_check.py`` allows: an optimizer such as Adam divides a gradient by its own size, and
+makes a whole step even if the true gradient is zero (a bias before BatchNorm).
 
-No run keeps more than a sketch of a large tensor (``stored_results.py``). A sketch is linear, and every measure is the norm of a difference, so
-the sketch of a change is the difference of two sketches, and replaces the change everywhere.
+No run keeps more than a sketch of a large tensor (``stored_results.py``). A sketch is linear, and every measure is the
+norm of a difference, so the sketch of a change is the difference of two sketches, and replaces the change everywhere.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ _PROBES = 4  # projections of a change that are stored: docs/format.md (section 
 
 @dataclass(frozen=True)
 class Case:
-    """An exported program, its optimizer, and whether gradients can be accumulated. ``names``: parameter names by identity."""
+    """An exported program, its optimizer, and whether gradients can be accumulated. ``names``: parameter names by
+    identity."""
 
     program: steps.ProgramWithLoss
     optimizer: torch.optim.Optimizer
@@ -65,7 +67,8 @@ class Case:
     names: dict[int, str]
     trained: tuple[str, ...]
     waiting: bool
-    reduced_precision: bool  # the program or the optimizer computes in 16 bits somewhere, whatever the dtype of the results
+    # The program or the optimizer computes in 16 bits somewhere, whatever the dtype of the results
+    reduced_precision: bool
 
 
 @dataclass
@@ -76,14 +79,16 @@ class StepResults:
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # for each step; only for eager
-    sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)  # dtype and shape of each sketched tensor in ``after``
+    # Dtype and shape of each sketched tensor in ``after``
+    sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
 
     def look(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the tensor's dtype and shape."""
         return self.sketched.get(name, (self.after[name].dtype, self.after[name].shape))
 
     def change(self, name: str) -> torch.Tensor:
-        """Return the change of a parameter or buffer, or the sketch of it; for the optimizer's state, which may be new, its value."""
+        """Return the change of a parameter or buffer, or the sketch of it; for the optimizer's state, which may be new,
+        its value."""
         after = self.after[name].double()
         if not name.startswith(("parameter ", "buffer ")) or self.before[name].shape != after.shape:
             return after
@@ -96,7 +101,8 @@ class StepResults:
 
     @property
     def diverged(self) -> set[str]:
-        """Return the large tensors that are kept whole, before the first step or after the last, because they have NaN or Inf there."""
+        """Return the large tensors that are kept whole, before the first step or after the last, because they have NaN
+        or Inf there."""
         unsketched = {n for n, t in self.after.items() if n not in self.sketched and _is_large(n, t)}
         return unsketched | {n for n, t in self.after.items() if n in self.before and self.before[n].shape != t.shape}
 
@@ -108,11 +114,20 @@ Noise = list[dict[str, float]]
 """For each step, the norm of the noise added to each gradient."""
 
 
-def check(load: Callable[[], Package], entry: str, number: int, spec: VariantSpec, case: Case, sizes: Iterable[Sized], stored: Stored) -> Verdict:
-    """Compare variant ``number`` of ``entry``, described by ``spec``, with eager at ``sizes``. Eager must accept the first of them. ``load``
-    returns the package with separate weights.
+def check(
+    load: Callable[[], Package],
+    entry: str,
+    number: int,
+    spec: VariantSpec,
+    case: Case,
+    sizes: Iterable[Sized],
+    stored: Stored,
+) -> Verdict:
+    """Compare variant ``number`` of ``entry``, described by ``spec``, with eager at ``sizes``. Eager must accept the
+    first of them. ``load`` returns the package with separate weights.
 
-    Write the data for ``verify`` to ``stored``. Raise :class:`ExportError` naming the tensor that is wrong, and by how much."""
+    Write the data for ``verify`` to ``stored``. Raise :class:`ExportError` naming the tensor that is wrong, and by how
+    much."""
     worst, labels = Comparison("", 0.0, 0.0), list[str]()
     for number_of_size, sized in enumerate(sizes):
         is_compared = True
@@ -176,7 +191,12 @@ def everything_kept(case: Case, example: Example) -> Iterator[None]:
 @contextlib.contextmanager
 def _everything_kept(case: Case, example: Example, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     module = case.program.module
-    with preserve.in_mode(module, example.mode), preserve.slots_kept(case.program), preserve.values_kept(tensors), _state_kept(case.optimizer):
+    with (
+        preserve.in_mode(module, example.mode),
+        preserve.slots_kept(case.program),
+        preserve.values_kept(tensors),
+        _state_kept(case.optimizer),
+    ):
         try:
             yield
         finally:
@@ -201,7 +221,9 @@ def state_kept(package: Package, entry: str) -> Iterator[None]:
 def _full_state(step: Any) -> dict[str, torch.Tensor]:
     """Return the optimizer's state and the loss function's, by name, also before the first step."""
     state = step._state
-    return {f"{key} of {name}": t for key, names, t in state.all_slots for name in names} | {f"{n} of the loss": t for n, t in state.loss.items()}
+    return {f"{key} of {name}": t for key, names, t in state.all_slots for name in names} | {
+        f"{n} of the loss": t for n, t in state.loss.items()
+    }
 
 
 _Flat = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -209,11 +231,17 @@ _Flat = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Flat:
-    out = {f"parameter {n}": t for n, t in parameters.items()} | {f"buffer {n}": t for n, t in buffers.items()} | dict(slots)
+    out = (
+        {f"parameter {n}": t for n, t in parameters.items()}
+        | {f"buffer {n}": t for n, t in buffers.items()}
+        | dict(slots)
+    )
     return {n: (t, sketch(t) if sketched(n, t) and is_finite(t) else t.detach().clone()) for n, t in out.items()}
 
 
-def _results(losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradients: Sequence[dict[str, torch.Tensor]] = ()) -> StepResults:
+def _results(
+    losses: dict[str, torch.Tensor], before: _Flat, after: _Flat, gradients: Sequence[dict[str, torch.Tensor]] = ()
+) -> StepResults:
     sketched = {n: (t.dtype, t.shape) for n, (t, copy) in after.items() if copy.shape != t.shape}
     kept_before, kept_after = ({n: copy for n, (_, copy) in flat.items()} for flat in (before, after))
     return StepResults(losses, kept_before, kept_after, list(gradients), sketched)
@@ -235,13 +263,19 @@ def _first(value: Any) -> torch.Tensor:
 def _steps_of_eager(
     case: Case, example: Example, waiting: bool, sketched: Sketched, noise: Noise | None = None, *, copies: bool = False
 ) -> StepResults:
-    """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors that :func:`in_float64` has
-    copied. ``noise``: added to the gradients."""
+    """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors
+    that :func:`in_float64` has copied. ``noise``: added to the gradients."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
     parameters = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]
-    tensors = [t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())]
-    loss = {} if case.program.loss_fn is None else {f"{n} of the loss": t for n, t in state_of(case.program.loss_fn).items()}
+    tensors = [
+        t for t in (*case.program.parameters(), *case.program.buffers()) if not (copies and t.is_floating_point())
+    ]
+    loss = (
+        {}
+        if case.program.loss_fn is None
+        else {f"{n} of the loss": t for n, t in state_of(case.program.loss_fn).items()}
+    )
     with _everything_kept(case, example, tensors), without_crashes():
         averages = {case.names[id(p)]: p.detach().clone() for p in parameters} if settings.ema is not None else {}
         before = _flat(dict(module.named_parameters()), dict(module.named_buffers()), loss, sketched)
@@ -258,8 +292,11 @@ def _steps_of_eager(
                     (value if settings.loss_scale is None else value * scale).backward()
             for p in parameters if settings.loss_scale is not None else ():
                 if p.grad is not None:
-                    p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())  # in GradScaler's precision
-            gradients.append({case.names[id(p)]: _stored_gradient(p.grad, sketched) for p in parameters if p.grad is not None})
+                    # In GradScaler's precision
+                    p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())
+            gradients.append(
+                {case.names[id(p)]: _stored_gradient(p.grad, sketched) for p in parameters if p.grad is not None}
+            )
             for p in parameters if noise is not None else ():
                 assert p.grad is not None and noise is not None
                 _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
@@ -282,7 +319,12 @@ def _steps_of_eager(
         }
         slots |= loss | {f"{AVERAGE} of {n}": t for n, t in averages.items()}
         slots |= {f"{AVERAGED} of {n}": torch.tensor(float(averaged), dtype=torch.float64) for n in averages}
-        return _results(losses, before, _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched), gradients)
+        return _results(
+            losses,
+            before,
+            _flat(dict(module.named_parameters()), dict(module.named_buffers()), slots, sketched),
+            gradients,
+        )
 
 
 def _stored_gradient(gradient: torch.Tensor, sketched: Sketched) -> torch.Tensor:
@@ -340,10 +382,17 @@ def _state_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, random: bool, sketched: Sketched) -> Reference[StepResults]:
-    """Return the steps in float64, or eager itself if float64 cannot be the reference (``random``: it would draw other random numbers)."""
+def _reference(
+    case: Case, example: Example, waiting: bool, eager: StepResults, random: bool, sketched: Sketched
+) -> Reference[StepResults]:
+    """Return the steps in float64, or eager itself if float64 cannot be the reference (``random``: it would draw other
+    random numbers)."""
     values = [*case.program.parameters(), *eager.losses.values()]
-    wider = not random and not any(t.is_complex() for t in values) and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
+    wider = (
+        not random
+        and not any(t.is_complex() for t in values)
+        and any(t.is_floating_point() and t.dtype is not torch.float64 for t in values)
+    )
     exact, moves = eager, dict.fromkeys(eager.after, 0.0)
     with contextlib.ExitStack() as stack:
         if wider:
@@ -353,7 +402,9 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
                     with in_float64(case.program):
                         exact = _steps_of_eager(case, wide, waiting, sketched, copies=True)
                     with in_float64(case.program, rounded=True):
-                        perturbed_steps = _steps_of_eager(case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True)
+                        perturbed_steps = _steps_of_eager(
+                            case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True
+                        )
             except Exception:  # whatever fails in float64, eager is the next best reference
                 exact = eager
         if exact is not eager and _is_same_computation(eager, exact):
@@ -369,7 +420,8 @@ def _reference(case: Case, example: Example, waiting: bool, eager: StepResults, 
 
 
 def _distance(first: StepResults, second: StepResults, name: str) -> float:
-    """Return the distance of two changes over elements that are finite in both; 0 if only one is a sketch (the other has NaN or Inf)."""
+    """Return the distance of two changes over elements that are finite in both; 0 if only one is a sketch (the other
+    has NaN or Inf)."""
     a, b = first.change(name), second.change(name)
     return distance_of_finite(a, b) if a.shape == b.shape else 0.0
 
@@ -386,7 +438,8 @@ def _is_same_computation(eager: StepResults, exact: StepResults) -> bool:
 
 
 def _noise(eager: StepResults, exact: StepResults) -> Noise:
-    """Return the tolerance that ``eager_check.py`` gives each gradient; a quarter of it if eager itself is the reference."""
+    """Return the tolerance that ``eager_check.py`` gives each gradient; a quarter of it if eager itself is the
+    reference."""
     out = []
     dtypes = {n: eager.look(f"parameter {n}")[0] for gradients in eager.gradients for n in gradients}
     for gradients, exact_gradients in zip(eager.gradients, exact.gradients, strict=True):
@@ -397,13 +450,18 @@ def _noise(eager: StepResults, exact: StepResults) -> Noise:
             if exact is eager:
                 allowed[n] = Tolerance.of_result(dtypes[n], largest, None).allowed(norms[n]) / 4
             else:
-                allowed[n] = Tolerance.of_result(dtypes[n], largest, distance_of_finite(g, exact_gradients[n])).allowed(norms[n])
+                allowed[n] = Tolerance.of_result(dtypes[n], largest, distance_of_finite(g, exact_gradients[n])).allowed(
+                    norms[n]
+                )
         out.append(allowed)
     return out
 
 
-def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference[StepResults], reduced_precision: bool) -> list[Comparison]:
-    """Compare the losses, and the change of everything that changes. Raise :class:`ExportError` if dtype or shape differ."""
+def _compare_steps(
+    actual: StepResults, eager: StepResults, reference: Reference[StepResults], reduced_precision: bool
+) -> list[Comparison]:
+    """Compare the losses, and the change of everything that changes. Raise :class:`ExportError` if dtype or shape
+    differ."""
     out, exact = [], reference.results
     for name, loss in eager.losses.items():
         actual_loss, expected_loss = float(actual.losses[name]), float(exact.losses[name])
@@ -414,7 +472,9 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
                 out.append(Comparison(name, 0.0, 0.0))
             continue
         tolerance = Tolerance.of_loss(
-            loss.dtype, abs(float(loss) - expected_loss) if reference.float64 else None, reduced_precision=reduced_precision
+            loss.dtype,
+            abs(float(loss) - expected_loss) if reference.float64 else None,
+            reduced_precision=reduced_precision,
         )
         out.append(Comparison(name, abs(actual_loss - expected_loss), tolerance.allowed(abs(expected_loss))))
     for name, e in eager.after.items():
@@ -422,7 +482,9 @@ def _compare_steps(actual: StepResults, eager: StepResults, reference: Reference
             raise ExportError(f"{name} is in eager's state, and not in the compiled step's")
         (own_dtype, own_shape), (dtype, shape) = actual.look(name), eager.look(name)
         if own_shape != shape or own_dtype != dtype:
-            raise ExportError(f"{name} is {own_dtype} {tuple(own_shape)} in the compiled step and {dtype} {tuple(shape)} in eager")
+            raise ExportError(
+                f"{name} is {own_dtype} {tuple(own_shape)} in the compiled step and {dtype} {tuple(shape)} in eager"
+            )
         a = actual.after[name]
         if not e.is_floating_point():
             out.append(Comparison(name, distance(a, e), 0.0))
@@ -472,17 +534,24 @@ def probes(change: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(directions, dim=1) @ flat.cpu()
 
 
-def results_as_stored(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Return the artifact's results in the form of :func:`_store`, for the names in ``stored``, one variant's part. Restore the entry's state."""
+def results_as_stored(
+    package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """Return the artifact's results in the form of :func:`_store`, for the names in ``stored``, one variant's part.
+    Restore the entry's state."""
     with state_kept(package, entry):
         results = steps_of_entry(package, entry, example, False, lambda name, tensor: f"sketch/{name}" in stored)
     return _as_stored(results, stored)
 
 
 def steps_as_stored(
-    before: Mapping[str, torch.Tensor], losses: dict[str, torch.Tensor], after: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]
+    before: Mapping[str, torch.Tensor],
+    losses: dict[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    stored: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor | None]:
-    """Return the same for another runtime's :data:`STEPS` steps. The state's tensors are named as in :class:`StepResults`."""
+    """Return the same for another runtime's :data:`STEPS` steps. The state's tensors are named as in
+    :class:`StepResults`."""
 
     def sketched(name: str, tensor: torch.Tensor) -> bool:
         return f"sketch/{name}" in stored

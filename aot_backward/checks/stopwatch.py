@@ -20,11 +20,14 @@ _LOAD_SAMPLES = 7  # each waits 10 ms; the median is used; a guess
 _ROUNDS = 3, 60  # minimum, even if they take longer than allowed; maximum; guesses
 
 
-def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None, *, sample: float = _SAMPLE) -> dict[str, float]:
+def microseconds(
+    calls: Mapping[str, Call], seconds: float, finish: Call = lambda: None, *, sample: float = _SAMPLE
+) -> dict[str, float]:
     """Return the shortest time of one call of each, in microseconds, of up to 60 samples.
 
-    ``seconds``: time limit, without the first calls and three rounds. ``finish`` waits for work that the calls have started, such as on a GPU.
-    ``sample``: seconds; shorter calls are repeated in a row. With 0 each call follows one of the others, as in a program."""
+    ``seconds``: time limit, without the first calls and three rounds. ``finish`` waits for work that the calls have
+    started, such as on a GPU. ``sample``: seconds; shorter calls are repeated in a row. With 0 each call follows one of
+    the others, as in a program."""
     repeats = {name: _repeats(call, seconds, finish, sample) for name, call in calls.items()}
     shortest = dict.fromkeys(calls, math.inf)
     collecting = gc.isenabled()
@@ -44,8 +47,9 @@ def microseconds(calls: Mapping[str, Call], seconds: float, finish: Call = lambd
 
 @contextlib.contextmanager
 def on_free_processors() -> Iterator[tuple[int, int]]:
-    """Limit torch inside to as many threads as processors are not busy with others, at least one: a parallel region that waits for a processor takes
-    milliseconds. Yield that number, and how many threads of others were running or waiting for a processor."""
+    """Limit torch inside to as many threads as processors are not busy with others, at least one: a parallel region
+    that waits for a processor takes milliseconds. Yield that number, and how many threads of others were running or
+    waiting for a processor."""
     before, processors = torch.get_num_threads(), len(os.sched_getaffinity(0))
     other_threads = others_running()
     torch.set_num_threads(max(1, min(before, processors - other_threads)))
@@ -67,7 +71,8 @@ def _running() -> int:
 
 
 def _repeats(call: Call, seconds: float, finish: Call, sample: float) -> int:
-    """Return how many calls make one sample. Make the first calls, which fill caches: three, or one if it takes long."""
+    """Return how many calls make one sample. Make the first calls, which fill caches: three, or one if it takes
+    long."""
     duration = _time_of(call, 1, finish)
     if duration < seconds / 10:
         duration = min(_time_of(call, 1, finish) for _ in range(2))

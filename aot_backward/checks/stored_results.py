@@ -1,16 +1,18 @@
 """Store results in a package for ``verify``: small ones whole, large ones as a sketch, which always takes 8 KB.
 
-It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"). Each element gets a random sign that
-depends only on its place, and is added to one of :data:`SUMS` sums. The sketch is linear, so the norm of the difference of two sketches estimates
-‖a − e‖: exactly if one element is off, within a tenth if many are. Integers and booleans must be equal, and have a SHA-256 instead.
+It is an AMS sketch (Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments"). Each element
+gets a random sign that depends only on its place, and is added to one of :data:`SUMS` sums. The sketch is linear, so
+the norm of the difference of two sketches estimates ‖a − e‖: exactly if one element is off, within a tenth if many are.
+Integers and booleans must be equal, and have a SHA-256 instead.
 
-| key behind ``ENTRY/N/``  | result                                                  | value                                                         |
+| key behind ``ENTRY/N/``  | result                                                  | value
+|
 |--------------------------|---------------------------------------------------------|---------------------------------------------------------------|
-| ``expected/NAME``        | up to :data:`MAX_WHOLE_BYTES` bytes, or with NaN or Inf | the result, whole                                             |
-| ``sketch/NAME``          | larger, floating-point or complex numbers               | float64, ``(SUMS,)``                                          |
-| ``digest/NAME``          | larger, integers or booleans                            | uint8, ``(32,)``: the SHA-256 of its row-major bytes          |
-| ``allowed/NAME``         | each of these                                           | float64, ``()``: the largest allowed norm of a difference     |
-"""
+| ``expected/NAME``        | up to :data:`MAX_WHOLE_BYTES` bytes, or with NaN or Inf | the result, whole
+| | ``sketch/NAME``          | larger, floating-point or complex numbers               | float64, ``(SUMS,)``
+| | ``digest/NAME``          | larger, integers or booleans                            | uint8, ``(32,)``: the SHA-256
+of its row-major bytes          | | ``allowed/NAME``         | each of these                                           |
+float64, ``()``: the largest allowed norm of a difference     |"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ Stored = dict[str, torch.Tensor]
 """Stored inputs and results of a package, by key."""
 
 MAX_WHOLE_BYTES = 1 << 16
-"""Larger results are not stored whole (docs/format.md, section 2). With whole results the package of a GPT-2 with 124 million parameters took 2.0
-times its weights, with sketches 1.004 times."""
+"""Larger results are not stored whole (docs/format.md, section 2). With whole results the package of a GPT-2 with 124
+million parameters took 2.0 times its weights, with sketches 1.004 times."""
 
 SUMS = 1021
-"""A prime, so that neighbours in a column are added to different sums for any number of columns. docs/format.md (section 2) fixes it."""
+"""A prime, so that neighbours in a column are added to different sums for any number of columns. docs/format.md
+(section 2) fixes it."""
 
 MARGIN = 1.5
-"""Factor on the tolerance for sketches. The error of an estimate hardly ever exceeds it. docs/format.md (section 2) fixes it."""
+"""Factor on the tolerance for sketches. The error of an estimate hardly ever exceeds it. docs/format.md (section 2)
+fixes it."""
 
 
 def is_large(tensor: torch.Tensor) -> bool:
@@ -63,7 +67,8 @@ def sketched_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def store(stored: Stored, prefix: str, name: str, result: torch.Tensor, allowed: float) -> None:
-    """Add ``result`` to ``stored``, under ``prefix/…/name``, and ``allowed``, the largest norm of a later result's difference."""
+    """Add ``result`` to ``stored``, under ``prefix/…/name``, and ``allowed``, the largest norm of a later result's
+    difference."""
     if is_large(result) and is_inexact(result) and is_finite(result):
         store_sketch(stored, prefix, name, sketch(result), allowed)
         return
@@ -82,23 +87,39 @@ def store_sketch(stored: Stored, prefix: str, name: str, sums: torch.Tensor, all
 
 def names_of(stored: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names of the results in ``stored``, which holds an example's keys without their prefix."""
-    return {name for kind, _, name in (key.partition("/") for key in stored) if kind in ("expected", "sketch", "digest", "allowed")}
+    return {
+        name
+        for kind, _, name in (key.partition("/") for key in stored)
+        if kind in ("expected", "sketch", "digest", "allowed")
+    }
 
 
 def is_whole(stored: Mapping[str, torch.Tensor], name: str) -> bool:
     return f"expected/{name}" in stored
 
 
-def compare_stored(name: str, result: torch.Tensor, stored: Mapping[str, torch.Tensor], *, as_stored: bool = False) -> Comparison:
-    """Compare ``result`` (``as_stored``: or its sketch, if a sketch is stored) with the stored one. Raise :class:`Differs` if dtype or shape differ,
-    and :class:`PackageError` if ``stored`` lacks its tolerance or holds an invalid sketch."""
+def compare_stored(
+    name: str, result: torch.Tensor, stored: Mapping[str, torch.Tensor], *, as_stored: bool = False
+) -> Comparison:
+    """Compare ``result`` (``as_stored``: or its sketch, if a sketch is stored) with the stored one. Raise
+    :class:`Differs` if dtype or shape differ, and :class:`PackageError` if ``stored`` lacks its tolerance or holds an
+    invalid sketch."""
     allowed = stored.get(f"allowed/{name}")
-    if allowed is None or allowed.shape != () or allowed.dtype is not torch.float64 or not 0 <= float(allowed) < math.inf:
-        raise PackageError(f"the package has no valid tolerance for {name}: 'allowed/{name}' is missing, or is not a finite float64 number from 0 on")
+    if (
+        allowed is None
+        or allowed.shape != ()
+        or allowed.dtype is not torch.float64
+        or not 0 <= float(allowed) < math.inf
+    ):
+        raise PackageError(
+            f"the package has no valid tolerance for {name}: 'allowed/{name}' is missing, or is not a finite float64 number from 0 on"
+        )
     if (expected := stored.get(f"expected/{name}")) is not None:
         expected = as_dtype(str(result.dtype).removeprefix("torch."), expected)
         if result.shape != expected.shape or result.dtype != expected.dtype:
-            raise Differs(f"{name} is {result.dtype} {tuple(result.shape)}, the stored result is {expected.dtype} {tuple(expected.shape)}")
+            raise Differs(
+                f"{name} is {result.dtype} {tuple(result.shape)}, the stored result is {expected.dtype} {tuple(expected.shape)}"
+            )
         return Comparison(name, distance(result, expected), float(allowed))
     if (digest := stored.get(f"digest/{name}")) is not None:
         if digest.shape != (32,) or digest.dtype is not torch.uint8:
@@ -119,8 +140,11 @@ class Differs(Exception):
 
 
 def as_dtype(dtype: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a stored tensor in its original dtype (complex128 is stored as pairs), as a copy, because packages are mapped."""
-    return torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
+    """Return a stored tensor in its original dtype (complex128 is stored as pairs), as a copy, because packages are
+    mapped."""
+    return (
+        torch.view_as_complex(tensor).clone() if dtype == "complex128" and not tensor.is_complex() else tensor.clone()
+    )
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""``verify_package``: check a package against its digests, then compare its results with the results stored when it was built."""
+"""``verify_package``: check a package against its digests, then compare its results with the results stored when it was
+built."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ from .tolerance import Comparison
 
 @dataclass(frozen=True)
 class VariantReport:
-    """Results of one variant at its stored inputs. ``wrong``: a description of each difference; ``worst``, ``ratio``: the tensor nearest to its
-    tolerance; ``sketched``: how many of ``tensors`` are large, and were compared by a sketch or a digest (``stored_results.py``)."""
+    """Results of one variant at its stored inputs. ``wrong``: a description of each difference; ``worst``, ``ratio``:
+    the tensor nearest to its tolerance; ``sketched``: how many of ``tensors`` are large, and were compared by a sketch
+    or a digest (``stored_results.py``)."""
 
     entry: str
     variant: int
@@ -48,8 +50,8 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class RecordedReport:
-    """A ``replay`` entry. It stores no numbers to compare with. ``compared``: when it was compared; ``unproved``: how many of its variants, optimizer
-    steps and clippings never were."""
+    """A ``replay`` entry. It stores no numbers to compare with. ``compared``: when it was compared; ``unproved``: how
+    many of its variants, optimizer steps and clippings never were."""
 
     entry: str
     structures: int
@@ -62,8 +64,8 @@ class RecordedReport:
 
 @dataclass(frozen=True)
 class Report:
-    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here. ``signature``: the file of the valid
-    signature, or "" if none was requested."""
+    """``not_run``: why numbers were not compared, or "". ``recorded``: entries that are never run here. ``signature``:
+    the file of the valid signature, or "" if none was requested."""
 
     members: int
     bytes: int
@@ -77,14 +79,19 @@ class Report:
         return not any(v.wrong for v in self.variants)
 
 
-def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None, key: Key | None = None) -> Report:
-    """Compare every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's at export. For a training
-    step, compare losses and changes over a few steps. If the package has several targets, run all that this machine can.
+def verify_package(
+    path: str | os.PathLike[str], *, run: bool = True, progress: Progress | None = None, key: Key | None = None
+) -> Report:
+    """Compare every member with its digest and, if ``run``, every variant's outputs, gradients and buffers with eager's
+    at export. For a training step, compare losses and changes over a few steps. If the package has several targets, run
+    all that this machine can.
 
-    ``key``: the public key that must have signed the package. It is checked first; on failure raise :class:`SignatureError`.
+    ``key``: the public key that must have signed the package. It is checked first; on failure raise
+    :class:`SignatureError`.
 
     A ``replay`` entry stores no numbers, and is only reported. With ``run=False`` no native code is opened. Raise
-    :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` if the native code cannot run here.
+    :class:`PackageError` naming the first member that differs, and :class:`IncompatibleError` if the native code cannot
+    run here.
     """
     progress = progress or silent
     progress("digests", 0, 1)
@@ -108,11 +115,18 @@ def verify_package(path: str | os.PathLike[str], *, run: bool = True, progress: 
             reason = "the package stores no example inputs"
     reports = []
     if not reason:
-        with warnings.catch_warnings():  # load() warns about packages that were not compared with eager, and advises verify
+        # load() warns about packages that were not compared with eager, and advises verify
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
             runnable = _runnable(archive.manifest)
-            packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}  # the latter raises
-        todo = [(name, i, label) for name, entry in entries.items() for i in range(len(entry.variants)) for label in packages]
+            # The latter raises
+            packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}
+        todo = [
+            (name, i, label)
+            for name, entry in entries.items()
+            for i in range(len(entry.variants))
+            for label in packages
+        ]
         for done, (name, i, label) in enumerate(todo):
             progress("numbers", done, len(todo))
             report = verify_variant(packages[label], name, i, examples)
@@ -130,7 +144,9 @@ def _runnable(manifest: Manifest) -> Iterator[str]:
 
 
 def _recorded(name: str, entry: EntrySpec) -> RecordedReport:
-    verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [u.verdict.status for u in entry.in_place]
+    verdicts = [v.verdict.status for s in entry.structures for v in s.variants] + [
+        u.verdict.status for u in entry.in_place
+    ]
     unverified = sum(v != "verified" for v in verdicts)
     passes = sum(len(s.variants) for s in entry.structures)
     return RecordedReport(name, len(entry.structures), passes, len(entry.updates), len(entry.clippings), unverified)
@@ -140,7 +156,9 @@ def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping
     """Return the stored arguments of a variant."""
     names = [f"{entry}/{number}/input/{i}" for i in range(len(spec.inputs))]
     if missing := [n for n in names if n not in examples]:
-        raise PackageError(f"entry {entry!r} variant {number}: the package has no stored input {missing[0]!r} to compare it with")
+        raise PackageError(
+            f"entry {entry!r} variant {number}: the package has no stored input {missing[0]!r} to compare it with"
+        )
     stored = [as_dtype(s.dtype, examples[n]) for s, n in zip(spec.inputs, names, strict=True)]
     inputs = [t.to(s.device).requires_grad_(s.requires_grad) for s, t in zip(spec.inputs, stored, strict=True)]
     args, kwargs = unflatten(spec.in_tree, inputs, {}, {})
@@ -150,8 +168,16 @@ def stored_example(spec: VariantSpec, entry: str, number: int, examples: Mapping
 def verify_variant(package: Package, entry: str, number: int, examples: Mapping[str, torch.Tensor]) -> VariantReport:
     """Run variant ``number`` of ``entry`` on its stored inputs and compare with the stored results."""
     spec = package.manifest.entries[entry].variants[number]
-    stored = {name.removeprefix(f"{entry}/{number}/"): t for name, t in examples.items() if name.startswith(f"{entry}/{number}/")}
-    cotangents = [as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device) for i, s in enumerate(spec.cotangents) if f"cotangent/{i}" in stored]
+    stored = {
+        name.removeprefix(f"{entry}/{number}/"): t
+        for name, t in examples.items()
+        if name.startswith(f"{entry}/{number}/")
+    }
+    cotangents = [
+        as_dtype(s.dtype, stored[f"cotangent/{i}"]).to(s.device)
+        for i, s in enumerate(spec.cotangents)
+        if f"cotangent/{i}" in stored
+    ]
     example = stored_example(spec, entry, number, examples)
     is_step = package.entries[entry] == "step"
     inferred: Named = {}
@@ -168,7 +194,9 @@ def verify_variant(package: Package, entry: str, number: int, examples: Mapping[
     report = _compare_with_stored(entry, number, actual, stored, as_stored=is_step)
     of_inference = {key: t for key, t in stored.items() if key.partition("/")[2] in inferred}
     inference_report = _compare_with_stored(entry, number, inferred, of_inference, as_stored=False)
-    return dataclasses.replace(report, wrong=(*report.wrong, *(f"without gradients, {text}" for text in inference_report.wrong)))
+    return dataclasses.replace(
+        report, wrong=(*report.wrong, *(f"without gradients, {text}" for text in inference_report.wrong))
+    )
 
 
 def _results_of_step(package: Package, entry: str, example: Example, stored: Mapping[str, torch.Tensor]) -> Named:
@@ -178,7 +206,9 @@ def _results_of_step(package: Package, entry: str, example: Example, stored: Map
     return step_check.results_as_stored(package, entry, example, stored)
 
 
-def _compare_with_stored(entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool) -> VariantReport:
+def _compare_with_stored(
+    entry: str, number: int, actual: Named, stored: Mapping[str, torch.Tensor], *, as_stored: bool
+) -> VariantReport:
     expected = stored_results.names_of(stored)
     errors = [f"{name} is missing" for name in expected - {n for n, a in actual.items() if a is not None}]
     sketched, worst = 0, Comparison("", 0.0, 0.0)

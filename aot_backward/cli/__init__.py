@@ -1,4 +1,5 @@
-"""``aot-backward``: the command line. One command per file; torch is imported when a command runs, not for ``--help``."""
+"""``aot-backward``: the command line. One command per file; torch is imported when a command runs, not for
+``--help``."""
 
 from __future__ import annotations
 

@@ -43,22 +43,33 @@ external_data_option = click.option(
     help="Graphs for onnxruntime, or a folder for browsers and Node.js.",
 )
 @click.option("--entry", metavar="NAME", help="Only this entry; by default all.")
-@click.option("--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all.")
+@click.option(
+    "--variant", type=int, metavar="N", help="Only the variant of this number, counted from 0; by default all."
+)
 @external_data_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 @import_option
 @debug_option
 @click.pass_context
 def convert(
-    context: click.Context, package: Path, output: Path, form: str, entry: str | None, variant: int | None, external_data: bool | None, as_json: bool
+    context: click.Context,
+    package: Path,
+    output: Path,
+    form: str,
+    entry: str | None,
+    variant: int | None,
+    external_data: bool | None,
+    as_json: bool,
 ) -> None:
-    """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs, or as a WebAssembly module. The model's source is not needed.
+    """Write the gradients in IN.pt2 as ONNX graphs, which onnxruntime runs, or as a WebAssembly module. The model's
+    source is not needed.
 
-    A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph is compared with PyTorch's
-    own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+    A module becomes OUT.forward.onnx and OUT.backward.onnx, a gradient function or a training step OUT.onnx. Each graph
+    is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before
+    anything is written.
 
-    With --format wasm, IN.pt2 is compiled for WebAssembly, unless it was exported with --target cpu:wasm, and compared with the stored numbers in
-    Node.js. This needs emscripten.
+    With --format wasm, IN.pt2 is compiled for WebAssembly, unless it was exported with --target cpu:wasm, and compared
+    with the stored numbers in Node.js. This needs emscripten.
     """
     if form == "wasm":
         refuse_idle(context, form, ("entry", "variant", "external_data", "as_json"))
@@ -71,14 +82,19 @@ def convert(
     from ..onnx.convert import convert as convert_package
 
     with shown() as progress:
-        files = convert_package(package, output, entry=entry, variant=variant, external_data=external_data, progress=progress)
+        files = convert_package(
+            package, output, entry=entry, variant=variant, external_data=external_data, progress=progress
+        )
     say(files, as_json)
 
 
 def refuse_idle(context: click.Context, form: str, idle: Sequence[str]) -> None:
     """:class:`click.UsageError` for an option that does not apply to the format."""
     for parameter in context.command.params:
-        if parameter.name in idle and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE:
+        if (
+            parameter.name in idle
+            and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        ):
             raise click.UsageError(f"{parameter.opts[0]} does not apply to --format {form}", context)
 
 
@@ -94,7 +110,9 @@ def say(files: Sequence[OnnxFile], as_json: bool) -> None:
         return
     for file in files:
         size = file.path.stat().st_size / 1e6
-        click.echo(f"wrote {file.path} ({size:.2f} MB): {file.graph} of {file.entry}, {file.nodes} nodes, opset {file.opset}")
+        click.echo(
+            f"wrote {file.path} ({size:.2f} MB): {file.graph} of {file.entry}, {file.nodes} nodes, opset {file.opset}"
+        )
     for data in dict.fromkeys(f.data for f in files if f.data is not None):
         click.echo(f"wrote {data} ({data.stat().st_size / 1e6:.2f} MB): weights")
     for text in dict.fromkeys(f.compared for f in files):

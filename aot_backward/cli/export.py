@@ -54,8 +54,14 @@ class Program(click.ParamType):
     help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, or several with commas between them; cuda for this machine's GPU, "
     "cuda:sm_90 (80, 89, 100), cpu:neon or cpu:wasm to cross-compile.",
 )
-@click.option("--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need.")
-@click.option("--weights/--no-weights", default=True, help="Leave the weights out; they are then bound when the package is loaded.")
+@click.option(
+    "--portable/--no-portable", default=True, help="Leave out the graphs as data, which rebuild and convert need."
+)
+@click.option(
+    "--weights/--no-weights",
+    default=True,
+    help="Leave the weights out; they are then bound when the package is loaded.",
+)
 @tune_option("Time the alternatives that the graphs suggest against eager, or none. The fastest is shipped.")
 @click.option(
     "--entry",
@@ -71,9 +77,16 @@ class Program(click.ParamType):
     show_default=True,
     help="standalone: fail if an entry needs PyTorch, and name the operators that need it.",
 )
-@click.option("--format", "form", type=click.Choice(["pt2", "onnx", "wasm"]), default="pt2", show_default=True, help=_FORMATS)
+@click.option(
+    "--format", "form", type=click.Choice(["pt2", "onnx", "wasm"]), default="pt2", show_default=True, help=_FORMATS
+)
 @external_data_option
-@click.option("--json", "as_json", is_flag=True, help="With --format onnx: report the written files as one JSON object on standard output.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="With --format onnx: report the written files as one JSON object on standard output.",
+)
 @debug_option
 @click.pass_context
 def export(
@@ -92,17 +105,24 @@ def export(
 ) -> None:
     """Compile the entries that the function NAME of FILE.py returns into the package OUT.pt2.
 
-    NAME takes no arguments. It returns an aot_backward.Module, Grad or Step, or a dict of several by their names in the package; a single
-    entry is called "module", "function", "grad" or "step". Export compares every gradient, and every change of a training step, with eager before it
-    writes anything.
+    NAME takes no arguments. It returns an aot_backward.Module, Grad or Step, or a dict of several by their names in the
+    package; a single entry is called "module", "function", "grad" or "step". Export compares every gradient, and every
+    change of a training step, with eager before it writes anything.
 
-    With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else OUT.onnx. With --format wasm, -o
-    names the folder for a WebAssembly module, its JavaScript and the weights; this needs emscripten and Node.js.
+    With --format onnx nothing is compiled: a module becomes OUT.forward.onnx and OUT.backward.onnx, anything else
+    OUT.onnx. With --format wasm, -o names the folder for a WebAssembly module, its JavaScript and the weights; this
+    needs emscripten and Node.js.
     """
     path, name = program
     compiled = ("target", "portable", "weights", "runtime")
     refuse_idle(
-        context, form, {"pt2": ("external_data", "as_json"), "onnx": (*compiled, "tune"), "wasm": (*compiled, "external_data", "as_json")}[form]
+        context,
+        form,
+        {
+            "pt2": ("external_data", "as_json"),
+            "onnx": (*compiled, "tune"),
+            "wasm": (*compiled, "external_data", "as_json"),
+        }[form],
     )
     from ..api import export as export_package
 
@@ -122,7 +142,16 @@ def export(
         say_paths(paths)
         return
     with shown() as progress:
-        export_package(output, entries, target=target, weights=weights, portable=portable, tune=tune, runtime=runtime, progress=progress)
+        export_package(
+            output,
+            entries,
+            target=target,
+            weights=weights,
+            portable=portable,
+            tune=tune,
+            runtime=runtime,
+            progress=progress,
+        )
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {', '.join(entries)}")
 
 
@@ -138,9 +167,13 @@ def _entries(path: Path, name: str) -> Entries:
         or not all(isinstance(k, str) and isinstance(v, (Module, Function, Grad, Step)) for k, v in entries.items())
     ):
         description = (
-            f"a dict of {sorted({type(v).__name__ for v in entries.values()})}" if isinstance(entries, dict) and entries else repr(entries)[:60]
+            f"a dict of {sorted({type(v).__name__ for v in entries.values()})}"
+            if isinstance(entries, dict) and entries
+            else repr(entries)[:60]
         )
-        raise click.ClickException(f"{path}:{name} returned {description}; return a Module, a Function, a Grad, a Step, or a dict of them by name")
+        raise click.ClickException(
+            f"{path}:{name} returned {description}; return a Module, a Function, a Grad, a Step, or a dict of them by name"
+        )
     return entries
 
 
@@ -155,14 +188,17 @@ def _select(entries: Entries, selectors: tuple[str, ...], program: str) -> Entri
         matches = [selector] if selector in entries else [n for n, e in entries.items() if _kind(e) == selector]
         if not matches:
             available = ", ".join(f"{n} ({_kind(e)})" for n, e in entries.items())
-            raise click.UsageError(f"--entry {selector}: {program} returned no entry of that name or kind; it returned: {available}")
+            raise click.UsageError(
+                f"--entry {selector}: {program} returned no entry of that name or kind; it returned: {available}"
+            )
         names.update(matches)
     return {n: e for n, e in entries.items() if n in names}
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
     """Runs ``FILE.py`` as a module, with its folder on the path as for a script."""
-    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_program"  # a file called json.py must not replace json
+    # A file called json.py must not replace json
+    module_name = path.stem if path.stem not in sys.modules else f"{path.stem}_program"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -175,7 +211,11 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
 
 
 def _offered(module: Any) -> list[str]:
-    return [n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__]
+    return [
+        n
+        for n, v in vars(module).items()
+        if callable(v) and not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+    ]
 
 
 def _call(function: Callable[[], Any], source: str) -> Any:

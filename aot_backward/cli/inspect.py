@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="REPORT.html", help="Write a page with memory and graphs, in one file.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    metavar="REPORT.html",
+    help="Write a page with memory and graphs, in one file.",
+)
 @debug_option
 def inspect(package: Path, as_json: bool, html: Path | None) -> None:
-    """Show the entries of OUT.pt2, their variants, guards and sizes, recorded passes, and what it was built for. Runs nothing of it.
+    """Show the entries of OUT.pt2, their variants, guards and sizes, recorded passes, and what it was built for. Runs
+    nothing of it.
 
     Sizes and structure are checked, digests are not (but for those of graphs that are drawn): that is what verify does.
     """
@@ -53,4 +59,6 @@ def write_report(archive: Archive, path: Path) -> None:
     except OSError as error:
         raise AotBackwardError(f"cannot write {path}: {error.strerror or error}; nothing was changed") from error
     graphs = sum(bool(spec.graph) for spec in archive.manifest.libraries.values())
-    say(f"wrote {path} ({size(len(text))}): {count(len(archive.manifest.entries), 'entry', 'entries')}, {count(graphs, 'graph')}")
+    say(
+        f"wrote {path} ({size(len(text))}): {count(len(archive.manifest.entries), 'entry', 'entries')}, {count(graphs, 'graph')}"
+    )

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="IN.pt2")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="OUT.pt2", help="The package to write; IN.pt2 is allowed.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="OUT.pt2",
+    help="The package to write; IN.pt2 is allowed.",
+)
 @click.option(
     "--target",
     default="",
@@ -31,7 +38,8 @@ if TYPE_CHECKING:
 def rebuild(package: Path, output: Path, target: str, signature: Policy | None, key: Path | None) -> None:
     """Compile the graphs in IN.pt2 again, for this torch or other processors. The model's source is not needed.
 
-    Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before anything is written.
+    Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before
+    anything is written.
     """
     from aot_backward_runtime.package.archive import open_package
 

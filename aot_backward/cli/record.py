@@ -17,12 +17,26 @@ from .support.tables import say
 
 @click.command(epilog=EXIT_CODES)
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BW.pt2", help="The package. New passes and steps are added to it."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="BW.pt2",
+    help="The package. New passes and steps are added to it.",
 )
 @click.option("--entry", default="backward", show_default=True, metavar="NAME", help="The name of its replay entry.")
 @click.option("--target", default="cpu", show_default=True, help="cpu, or cuda for this machine's GPU.")
-@tune_option("How long passes are timed in eager and compiled. With none they are not timed, and replay runs all compiled code.")
-@click.option("--min-seen", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Compile structures seen N times or more.")
+@tune_option(
+    "How long passes are timed in eager and compiled. With none they are not timed, and replay runs all compiled code."
+)
+@click.option(
+    "--min-seen",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Compile structures seen N times or more.",
+)
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=0, min_open=True),
@@ -30,7 +44,9 @@ from .support.tables import say
     help="Stop starting new compilations after SECONDS. The most expensive structures come first, and one is always compiled.",
 )
 @click.option("--no-optimizer", is_flag=True, help="Compile only backward passes, not optimizer steps.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's."
+)
 @import_option
 @debug_option
 @script_options
@@ -50,8 +66,9 @@ def record(
 ) -> None:
     """Run TRAIN.py as it is, and compile its backward passes and optimizer steps into BW.pt2 when it ends.
 
-    Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the script fails. Ctrl-C ends the
-    script, and what was recorded is compiled; while it is compiled, Ctrl-C ends that, and what is finished is written.
+    Let it see at least two batch sizes: sizes that change between passes become dynamic. Nothing is written where the
+    script fails. Ctrl-C ends the script, and what was recorded is compiled; while it is compiled, Ctrl-C ends that, and
+    what is finished is written.
     """
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES
 

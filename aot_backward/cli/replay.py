@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.option("--entry", metavar="NAME", help="The replay entry. Not needed if there is only one.")
 @click.option("--strict", is_flag=True, help="Raise an error if the package has no variant for a backward pass.")
 @click.option("--no-optimizer", is_flag=True, help="Run optimizer steps in eager.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's."
+)
 @import_option
 @signature_options
 @debug_option
@@ -42,8 +44,8 @@ def replay(
 ) -> None:
     """Run TRAIN.py as it is, its backward passes and optimizer steps from BW.pt2: no tracing, no compiler.
 
-    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. After three such
-    passes from one place, others from there run in eager.
+    A pass that the package has no variant for is interpreted: the gradients are eager's, and the report says why. After
+    three such passes from one place, others from there run in eager.
     """
     from aot_backward_runtime.passes.session import replay as replaying
     from aot_backward_runtime.passes.structure_table import MAX_STRUCTURES

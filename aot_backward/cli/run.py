@@ -32,18 +32,31 @@ if TYPE_CHECKING:
     help="The file for the results, written whole or not at all.",
 )
 @click.option("--entry", metavar="NAME", help="The entry to call. Not needed if there is only one.")
-@click.option("--mode", type=click.Choice(["train", "eval"]), help="By default, the mode in which the entry was exported.")
-@click.option("--device", metavar="DEVICE", help="The GPU, such as cuda:1, if the package is for GPUs. By default, the current one.")
+@click.option(
+    "--mode", type=click.Choice(["train", "eval"]), help="By default, the mode in which the entry was exported."
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="The GPU, such as cuda:1, if the package is for GPUs. By default, the current one.",
+)
 @import_option
 @signature_options
 @debug_option
 def run(
-    package: Path, inputs: Path, outputs: Path, entry: str | None, mode: str | None, device: str | None, signature: Policy | None, key: Path | None
+    package: Path,
+    inputs: Path,
+    outputs: Path,
+    entry: str | None,
+    mode: str | None,
+    device: str | None,
+    signature: Policy | None,
+    key: Path | None,
 ) -> None:
     """Call one entry of OUT.pt2 once.
 
-    A module gives output[0], output[1] …; where IN.safetensors also holds "gradient of output[0]", it gives "gradient of NAME" for every
-    parameter and input that gets one. A gradient function gives "value" and "gradient of NAME".
+    A module gives output[0], output[1] …; where IN.safetensors also holds "gradient of output[0]", it gives "gradient
+    of NAME" for every parameter and input that gets one. A gradient function gives "value" and "gradient of NAME".
     """
     from aot_backward_runtime import load
 

@@ -27,9 +27,19 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
-@click.option("--data", required=True, type=click.Path(path_type=Path), metavar="DATA.safetensors", help="Samples, by the names that inspect lists.")
 @click.option(
-    "--epochs", required=True, type=click.IntRange(min=1), metavar="N", help="Passes over the samples, including the ones before a --resume."
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DATA.safetensors",
+    help="Samples, by the names that inspect lists.",
+)
+@click.option(
+    "--epochs",
+    required=True,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Passes over the samples, including the ones before a --resume.",
 )
 @click.option(
     "--save",
@@ -40,10 +50,19 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 )
 @click.option("--resume", is_flag=True, help="Continue from the state in the --save file.")
 @click.option(
-    "--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples per step. By default, the exported size, or 32 if that is dynamic."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="B",
+    help="Samples per step. By default, the exported size, or 32 if that is dynamic.",
 )
 @click.option("--entry", metavar="NAME", help="The training step. Not needed if there is only one.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1), help="The seed of the samples' order and of dropout.")
+@click.option(
+    "--seed",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 2**63 - 1),
+    help="The seed of the samples' order and of dropout.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per epoch on standard output.")
 @click.option(
     "--device",
@@ -73,9 +92,10 @@ def train(
 ) -> None:
     """Train with the step of OUT.pt2 on the samples in DATA.safetensors: no tracing, no compiler.
 
-    DATA.safetensors holds a tensor for each argument of the step; each row of the first dimension is a sample. The order of an epoch depends on
-    the seed and the epoch alone, so that a training that was interrupted (Ctrl-C, SIGTERM) continues with --resume as if it had not been, to
-    the last bit. Under torchrun each process takes B samples of every step, and gradients are averaged.
+    DATA.safetensors holds a tensor for each argument of the step; each row of the first dimension is a sample. The
+    order of an epoch depends on the seed and the epoch alone, so that a training that was interrupted (Ctrl-C, SIGTERM)
+    continues with --resume as if it had not been, to the last bit. Under torchrun each process takes B samples of every
+    step, and gradients are averaged.
     """
     from ..commands.train_entry import Callbacks, train
 
@@ -85,8 +105,14 @@ def train(
             click.echo(json.dumps(values if math.isfinite(report.loss) else values | {"loss": None}))  # JSON has no NaN
         else:
             skipped = f", {report.skipped} updates skipped so far" if report.skipped else ""
-            speed = f"{report.steps_per_second:.3g} steps/s" if report.steps_per_second < 1000 else f"{report.steps_per_second:.0f} steps/s"
-            click.echo(f"epoch {report.epoch} of {report.epochs}: loss {report.loss:.6g}, {report.steps} steps, {speed}{skipped}")
+            speed = (
+                f"{report.steps_per_second:.3g} steps/s"
+                if report.steps_per_second < 1000
+                else f"{report.steps_per_second:.0f} steps/s"
+            )
+            click.echo(
+                f"epoch {report.epoch} of {report.epochs}: loss {report.loss:.6g}, {report.steps} steps, {speed}{skipped}"
+            )
         sys.stdout.flush()
 
     with _bar(epochs) as (step, say):
@@ -109,7 +135,9 @@ def train(
     if result.signal:
         after = f"{result.epochs} epochs" + (f" and {result.steps} steps" if result.steps else "")
         if result.rank == 0:
-            click.echo(f"error: interrupted after {after}; {save} holds the state: --resume continues from it", err=True)
+            click.echo(
+                f"error: interrupted after {after}; {save} holds the state: --resume continues from it", err=True
+            )
         context.exit(INTERRUPTED)
     if result.rank == 0 and not as_json:
         click.echo(f"saved {save}")
@@ -124,7 +152,13 @@ def _bar(epochs: int) -> Iterator[tuple[Callable[[int, int, int, Any], None], Ca
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(f"epoch 1/{epochs}", total=None, words="")
         shown = counted = 0

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 @click.option("--run/--no-run", default=True, help="Compare digests only, and open no native code.")
 @import_option
 @key_option("The public key that OUT.pt2 must be signed by.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong."
+)
 @debug_option
 @click.pass_context
 def verify(context: click.Context, package: Path, run: bool, key: Path | None, as_json: bool) -> None:
-    """Compare OUT.pt2 with its digests, then its outputs and gradients with eager's, which were stored when it was built.
+    """Compare OUT.pt2 with its digests, then its outputs and gradients with eager's, which were stored when it was
+    built.
 
     Recorded passes store none: they were compared with the recorded numbers when they were built, and are not run here.
 
-    Digests find damage, not intent; with --key, the signature in OUT.pt2.sig is checked before anything else. Comparing numbers runs the
-    package's native code: use --no-run on one that you do not trust.
+    Digests find damage, not intent; with --key, the signature in OUT.pt2.sig is checked before anything else. Comparing
+    numbers runs the package's native code: use --no-run on one that you do not trust.
     """
     from aot_backward_runtime.errors import AotBackwardError
 
@@ -70,6 +73,8 @@ def _show(package: Path, report: Report, key: Path | None) -> None:
             say(f"{label}: WRONG: {'; '.join(v.wrong)}")
         else:
             sketched = f" ({v.sketched} large ones by a sketch)" if v.sketched else ""
-            say(f"{label}: {v.tensors} tensors{sketched} match eager's; {v.worst} is worst, at {v.ratio:.2g} of its tolerance")
+            say(
+                f"{label}: {v.tensors} tensors{sketched} match eager's; {v.worst} is worst, at {v.ratio:.2g} of its tolerance"
+            )
     if report.not_run:
         say(f"numbers were not compared: {report.not_run}")

@@ -34,7 +34,8 @@ _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_m
 
 @dataclass(frozen=True)
 class Finding:
-    """``status``: "ok"; "warning" (most will work); "failed" (an export for ``cpu`` cannot work). ``next``: what to do about it."""
+    """``status``: "ok"; "warning" (most will work); "failed" (an export for ``cpu`` cannot work). ``next``: what to do
+    about it."""
 
     what: str
     status: str
@@ -54,19 +55,25 @@ def examine() -> list[Finding]:
 def _system() -> Finding:
     system = f"{sys.platform} {platform.machine()}"
     if system not in (supported := [f"linux {machine}" for machine in MACHINES.values()]):
-        return Finding("system", "failed", system, f"native code is made for {' and '.join(supported)} only: use such a machine")
+        return Finding(
+            "system", "failed", system, f"native code is made for {' and '.join(supported)} only: use such a machine"
+        )
     return Finding("system", "ok", system)
 
 
 def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")  # an older one cannot have installed us
+    # An older one cannot have installed us
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def _torch() -> Finding:
     if torch_api.minor() not in torch_api.SUPPORTED:
         versions = ", ".join(torch_api.SUPPORTED)
         return Finding(
-            "torch", "failed", torch.__version__, f"aot-backward supports torch {versions}: pip install 'torch=={torch_api.SUPPORTED[-1]}.*'"
+            "torch",
+            "failed",
+            torch.__version__,
+            f"aot-backward supports torch {versions}: pip install 'torch=={torch_api.SUPPORTED[-1]}.*'",
         )
     return Finding("torch", "ok", torch.__version__)
 
@@ -86,11 +93,14 @@ def _processor() -> Finding:
 
 
 def _products() -> Finding:
-    """Return which library computes large matrix products of compiled code, which follows the same rule (``toolchain/products.h``)."""
+    """Return which library computes large matrix products of compiled code, which follows the same rule
+    (``toolchain/products.h``)."""
     name = "matrix products"
     if library := os.environ.get(_PRODUCTS):
         if library not in ("mkl", "onednn"):
-            return Finding(name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it")
+            return Finding(
+                name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it"
+            )
         return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({_PRODUCTS})")
     if compatibility.processor_vendor() != "AuthenticAMD" or "avx512f" not in compatibility.cpu_flags():
         return Finding(name, "ok", "PyTorch's own (MKL)")
@@ -120,8 +130,15 @@ def _compiler() -> Finding:
     except (OSError, subprocess.CalledProcessError) as error:
         return Finding("compiler", "failed", str(error), "apt-get install g++ (or set CXX)")
     if process.returncode:
-        message = next((line for line in process.stderr.splitlines() if "error" in line), f"exit status {process.returncode}")
-        return Finding("compiler", "failed", f"{version} does not compile a C++ file with OpenMP: {message}", "apt-get install g++ (or set CXX)")
+        message = next(
+            (line for line in process.stderr.splitlines() if "error" in line), f"exit status {process.returncode}"
+        )
+        return Finding(
+            "compiler",
+            "failed",
+            f"{version} does not compile a C++ file with OpenMP: {message}",
+            "apt-get install g++ (or set CXX)",
+        )
     return Finding("compiler", "ok", version)
 
 
@@ -150,7 +167,12 @@ def _cache() -> Finding:
         else f"{folder}, not made yet, {room / 1e9:.1f} GB free"
     )
     if room < _LEAST_ROOM:
-        return Finding("cache folder", "warning", summary, "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk")
+        return Finding(
+            "cache folder",
+            "warning",
+            summary,
+            "an export may run out of room: free some, or set AOT_BACKWARD_CACHE to another disk",
+        )
     return Finding("cache folder", "ok", summary)
 
 
@@ -166,7 +188,11 @@ def _temporary() -> Finding:
 
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
-        reason = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, and no usable GPU"
+        reason = (
+            f"torch {torch.__version__} is built without CUDA"
+            if torch.version.cuda is None
+            else f"CUDA {torch.version.cuda}, and no usable GPU"
+        )
         return Finding("GPU", "ok", f"none ({reason}): --target cuda would fail, cpu does not need one")
     major, minor = torch.cuda.get_device_capability()
     return Finding("GPU", "ok", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, CUDA {torch.version.cuda}")

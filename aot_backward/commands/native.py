@@ -16,16 +16,20 @@ FILES = ("libaot_backward.so", "libaotb_core.so")
 
 
 def write_libraries(target: str, folder: Path) -> list[Path]:
-    """Write the two libraries and their header to ``folder``, and return their paths. They run on every processor of the target's machine.
+    """Write the two libraries and their header to ``folder``, and return their paths. They run on every processor of
+    the target's machine.
 
     Raises:
-        ExportError: The target is not a CPU's, aot-backward-native is not installed, or there is no compiler for the target.
+        ExportError: The target is not a CPU's, aot-backward-native is not installed, or there is no compiler for the
+            target.
     """
     (name, *others) = parsed(target)
     if others or not name.startswith("cpu"):
         raise ExportError(f"target {target!r}: expected one target for CPUs, such as cpu:neon")
     if not standalone.is_installed():
-        raise ExportError("the C libraries are part of aot-backward-native, which is not installed: pip install aot-backward-native")
+        raise ExportError(
+            "the C libraries are part of aot-backward-native, which is not installed: pip install aot-backward-native"
+        )
     native = importlib.import_module("aot_backward_native")
     built = native_libraries.built(Path(native.source_dir()), processor(name).machine)
     sources = [*(built / file for file in FILES), Path(native.include_dir()) / "aot_backward.h"]

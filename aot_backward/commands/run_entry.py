@@ -21,14 +21,19 @@ _ELSEWHERE = {
 }
 
 
-def call_entry(package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Call an entry on ``tensors`` and return the results by name. Inputs have the manifest's names: ``x``, ``batch['ids']``.
+def call_entry(
+    package: Package, name: str | None, mode: str | None, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Call an entry on ``tensors`` and return the results by name. Inputs have the manifest's names: ``x``,
+    ``batch['ids']``.
 
-    A module or a function returns ``output[0]`` and so on. If ``tensors`` holds an incoming gradient, such as ``gradient of output[0]``, a module
-    also returns ``gradient of NAME`` for each parameter and input that gets one. A gradient function returns ``value``, ``aux[0]`` and so on, and
-    ``gradient of NAME``. None gradients are omitted. ``tensors`` are moved to the package's device.
+    A module or a function returns ``output[0]`` and so on. If ``tensors`` holds an incoming gradient, such as
+    ``gradient of output[0]``, a module also returns ``gradient of NAME`` for each parameter and input that gets one. A
+    gradient function returns ``value``, ``aux[0]`` and so on, and ``gradient of NAME``. None gradients are omitted.
+    ``tensors`` are moved to the package's device.
 
-    ``name``: None chooses the only entry. ``mode``: "train" or "eval". The default is the module's mode at export, or the entry's only mode.
+    ``name``: None chooses the only entry. ``mode``: "train" or "eval". The default is the module's mode at export, or
+    the entry's only mode.
     """
     name = name if name is not None else _sole(package)
     if name not in package.entries:
@@ -46,11 +51,17 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
         raise InputError(f"entry {name!r} was not exported in mode {mode!r}; it has {', '.join(sorted(modes))}")
     matches = [v for v in variants if {s.name for s in v.inputs} == inputs.keys()]
     if not matches:
-        expected, actual = (", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs)))
-        raise InputError(f"entry {name!r} takes {f'the tensors {expected}' if expected else 'no tensors'}; the file holds {actual or 'no arguments'}")
+        expected, actual = (
+            ", ".join(map(repr, names)) for names in ([s.name for s in variants[0].inputs], sorted(inputs))
+        )
+        raise InputError(
+            f"entry {name!r} takes {f'the tensors {expected}' if expected else 'no tensors'}; the file holds {actual or 'no arguments'}"
+        )
     if spec.kind != "module" and incoming:
         result = "a loss and its gradients" if spec.kind == "grad" else "outputs without gradients"
-        raise InputError(f"entry {name!r} computes {result}, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}")
+        raise InputError(
+            f"entry {name!r} computes {result}, and takes no incoming ones; the file holds {GRADIENT}{sorted(incoming)[0]}"
+        )
     errors = []
     for variant in matches:  # several take the same tensors if they differ in constants
         flat_inputs = [inputs[s.name].requires_grad_(s.requires_grad and bool(incoming)) for s in variant.inputs]
@@ -66,7 +77,9 @@ def call_entry(package: Package, name: str | None, mode: str | None, tensors: Ma
     raise errors[0]
 
 
-def _gradient(package: Package, name: str, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _gradient(
+    package: Package, name: str, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     spec = package.manifest.entries[name]
     grad = package.grad(name)
     if mode:
@@ -74,11 +87,19 @@ def _gradient(package: Package, name: str, mode: str, args: tuple[Any, ...], kwa
     value, grads = grad(*args, **kwargs)
     loss, *aux = _leaves(value)
     gradients = {spec.names[0]: grads} if spec.single else grads
-    return {"value": loss, **{f"aux[{i}]": t for i, t in enumerate(aux)}, **{GRADIENT + n: g for n, g in gradients.items() if g is not None}}
+    return {
+        "value": loss,
+        **{f"aux[{i}]": t for i, t in enumerate(aux)},
+        **{GRADIENT + n: g for n, g in gradients.items() if g is not None},
+    }
 
 
 def _module(
-    module: LoadedModule, variant: VariantSpec, args: tuple[Any, ...], kwargs: dict[str, Any], incoming: Mapping[str, torch.Tensor]
+    module: LoadedModule,
+    variant: VariantSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    incoming: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     with torch.set_grad_enabled(bool(incoming)):
         outputs = _outputs(module(*args, **kwargs))
@@ -94,7 +115,9 @@ def _module(
         flatten(variant.in_tree, (args, kwargs), inputs, "arguments")
         sources: dict[str, torch.Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
         sources |= {s.name: t for s, t in zip(variant.inputs, inputs, strict=True) if t.requires_grad}
-        gradients = torch.autograd.grad([outputs[n] for n in incoming], list(sources.values()), list(incoming.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            [outputs[n] for n in incoming], list(sources.values()), list(incoming.values()), allow_unused=True
+        )
         results |= {GRADIENT + n: g for n, g in zip(sources, gradients, strict=True) if g is not None}
     return results
 
@@ -110,5 +133,7 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 
 def _sole(package: Package) -> str:
     if len(package.entries) != 1:
-        raise AotBackwardError(f"the package has {len(package.entries)} entries: choose one with --entry: {', '.join(package.entries)}")
+        raise AotBackwardError(
+            f"the package has {len(package.entries)} entries: choose one with --entry: {', '.join(package.entries)}"
+        )
     return next(iter(package.entries))

@@ -11,7 +11,9 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.signature_policy import SUFFIX, Key, read_key, signing_library
 
 
-def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[str] | None = None, password: str | None = None) -> Path:
+def sign(
+    path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[str] | None = None, password: str | None = None
+) -> Path:
     """Sign all bytes of a package with your private key, after comparing them with their digests.
 
     Install the library first: ``pip install 'aot-backward[sign]'``. See ``docs/signatures.md``.
@@ -43,7 +45,9 @@ def sign(path: str | os.PathLike[str], *, key: Key, output: str | os.PathLike[st
     archive = open_package(path)
     output = path.with_name(path.name + SUFFIX) if output is None else Path(output)
     if any(output.exists() and other.exists() and output.samefile(other) for other in (path, Path(os.fsdecode(key)))):
-        raise SignatureError(f"cannot write the signature to {output}, which is the package or the key: name another file")
+        raise SignatureError(
+            f"cannot write the signature to {output}, which is the package or the key: name another file"
+        )
     archive.verify_digests()
     signature = library.make(archive.digest(), path.name, private)
     try:

@@ -1,7 +1,9 @@
-"""``train``: a step entry of a package over a file of samples, epoch after epoch. The code of ``aot-backward train``, which needs only the runtime.
+"""``train``: a step entry of a package over a file of samples, epoch after epoch. The code of ``aot-backward train``,
+which needs only the runtime.
 
-The state is saved so that a training interrupted anywhere and resumed is bit for bit the one that was not: it holds the random state of dropout
-and the number of batches done, and :mod:`.train_samples` draws the batches from the seed and the epoch's number alone.
+The state is saved so that a training interrupted anywhere and resumed is bit for bit the one that was not: it holds the
+random state of dropout and the number of batches done, and :mod:`.train_samples` draws the batches from the seed and
+the epoch's number alone.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _OURS = "aot-backward train"  # the key of this module's entry in a state file
 
 @dataclass(frozen=True)
 class EpochReport:
-    """``epoch`` counts from 1. ``loss``: the mean over the epoch's samples. ``skipped``: updates left out, in the whole training so far.
-    ``seconds``, ``steps_per_second``: of this process's part of the epoch, without saving."""
+    """``epoch`` counts from 1. ``loss``: the mean over the epoch's samples. ``skipped``: updates left out, in the whole
+    training so far. ``seconds``, ``steps_per_second``: of this process's part of the epoch, without saving."""
 
     epoch: int
     epochs: int
@@ -45,7 +47,8 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """``step(epoch, done, total, loss)`` is called after each step, with ``loss`` a 0-d tensor; ``note`` with a sentence for the user."""
+    """``step(epoch, done, total, loss)`` is called after each step, with ``loss`` a 0-d tensor; ``note`` with a
+    sentence for the user."""
 
     step: Callable[[int, int, int, torch.Tensor], None] = lambda *_: None
     epoch: Callable[[EpochReport], None] = lambda _: None
@@ -54,7 +57,8 @@ class Callbacks:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """``epochs`` that are complete, ``steps`` of the next one, and the ``signal`` that ended it early, or 0. ``rank``: of this process."""
+    """``epochs`` that are complete, ``steps`` of the next one, and the ``signal`` that ended it early, or 0. ``rank``:
+    of this process."""
 
     epochs: int
     steps: int
@@ -78,18 +82,21 @@ def train(
     signature: Policy | None = None,
     key: Key | None = None,
 ) -> TrainingResult:
-    """Train a ``step`` entry of ``package`` (the only one if ``entry`` is None) on the samples of ``data`` until ``epochs`` epochs are done.
+    """Train a ``step`` entry of ``package`` (the only one if ``entry`` is None) on the samples of ``data`` until
+    ``epochs`` epochs are done.
 
-    ``data``: a safetensors file with a tensor for each that the step takes, by the names that ``inspect`` lists; each row of the first dimension
-    is a sample. ``batch_size``: samples of a call; by default the exported size, or :data:`.train_samples.BATCH` if that is dynamic. Samples
-    left over at the end of an epoch are a smaller batch if the package takes one; otherwise that epoch skips them.
-    ``save``: the state, written after each epoch and on SIGINT and SIGTERM, which end the training early, after the step under way.
-    ``resume``: continue from ``save``; refused with other data, another seed or another batch size. ``device``, ``cudagraphs``, ``signature``
-    and ``key``: see :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
+    ``data``: a safetensors file with a tensor for each that the step takes, by the names that ``inspect`` lists; each
+    row of the first dimension is a sample. ``batch_size``: samples of a call; by default the exported size, or
+    :data:`.train_samples.BATCH` if that is dynamic. Samples left over at the end of an epoch are a smaller batch if the
+    package takes one; otherwise that epoch skips them. ``save``: the state, written after each epoch and on SIGINT and
+    SIGTERM, which end the training early, after the step under way.
+    ``resume``: continue from ``save``; refused with other data, another seed or another batch size. ``device``,
+    ``cudagraphs``, ``signature`` and ``key``: see :func:`aot_backward_runtime.load`; samples are moved to the device
+    batch by batch.
 
-    If ``WORLD_SIZE`` is above 1 (``torchrun``), each process takes ``batch_size`` samples of every batch, and gradients are averaged. With a
-    package for GPUs, each process uses the GPU of its ``LOCAL_RANK``. Raises :class:`InputError` before any training if samples do not fit, and
-    :class:`StateError`.
+    If ``WORLD_SIZE`` is above 1 (``torchrun``), each process takes ``batch_size`` samples of every batch, and gradients
+    are averaged. With a package for GPUs, each process uses the GPU of its ``LOCAL_RANK``. Raises :class:`InputError`
+    before any training if samples do not fit, and :class:`StateError`.
     """
     save = Path(save)
     if not resume and save.exists():
@@ -107,7 +114,13 @@ def train(
         step = loaded_package.step(name).train(mode == "train")
         if world > 1:
             step.distribute()
-        settings = {"seed": seed, "batch_size": batches.size, "processes": world, "samples": samples.count, "data": samples.digests}
+        settings = {
+            "seed": seed,
+            "batch_size": batches.size,
+            "processes": world,
+            "samples": samples.count,
+            "data": samples.digests,
+        }
         return _train(step, samples, batches, epochs, seed, save, resume, settings, callbacks)
 
 
@@ -122,7 +135,8 @@ def _train(
     settings: Mapping[str, Any],
     callbacks: Callbacks,
 ) -> TrainingResult:
-    torch.manual_seed(seed if batches.rank == 0 else mixed_seed(seed, "rank", batches.rank))  # else all ranks had the same dropout masks
+    # Else all ranks had the same dropout masks
+    torch.manual_seed(seed if batches.rank == 0 else mixed_seed(seed, "rank", batches.rank))
     epoch = done = 0
     total = 0.0  # of the losses of the epoch's samples so far, in all processes
     if resume:
@@ -151,7 +165,9 @@ def _train(
             seconds, steps = time.perf_counter() - start, done - first
             count = sum(batches.shares) * batches.world
             loss_mean = batches.sum(sums) / count
-            report = EpochReport(epoch + 1, epochs, done, count, loss_mean, step.skipped, seconds, steps / seconds if steps else 0.0)
+            report = EpochReport(
+                epoch + 1, epochs, done, count, loss_mean, step.skipped, seconds, steps / seconds if steps else 0.0
+            )
             epoch, done, total = epoch + 1, 0, 0.0
             write()
             callbacks.epoch(report)
@@ -169,7 +185,9 @@ def _step_entry(package: Package, entry: str | None) -> str:
     if entry is None or entry not in steps:
         entries = ", ".join(f"{n} ({kind})" for n, kind in package.entries.items())
         problem = (
-            f"has no training step {entry!r}" if entry is not None else f"has {len(steps) or 'no'} training steps{': name one' if steps else ''}"
+            f"has no training step {entry!r}"
+            if entry is not None
+            else f"has {len(steps) or 'no'} training steps{': name one' if steps else ''}"
         )
         raise InputError(f"the package {problem}; its entries: {entries}")
     return entry
@@ -194,11 +212,19 @@ def _processes(device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def _saved_position(extra: Any, settings: Mapping[str, Any], save: Path, data: Path) -> Mapping[str, Any]:
-    """Return the data that :func:`train` saved with the state. Raise :class:`StateError` if it is of another training than ``settings``."""
+    """Return the data that :func:`train` saved with the state. Raise :class:`StateError` if it is of another training
+    than ``settings``."""
     saved = extra.get(_OURS) if isinstance(extra, Mapping) else None
     if not isinstance(saved, Mapping) or not {*settings, "epoch", "batches", "loss"} <= saved.keys():
-        raise StateError(f"{save} was not saved by `aot-backward train`, and does not say which samples come next: resume it with step.resume()")
-    words = {"seed": "the seed", "batch_size": "the batch size", "processes": "the number of processes", "samples": "the number of samples"}
+        raise StateError(
+            f"{save} was not saved by `aot-backward train`, and does not say which samples come next: resume it with step.resume()"
+        )
+    words = {
+        "seed": "the seed",
+        "batch_size": "the batch size",
+        "processes": "the number of processes",
+        "samples": "the number of samples",
+    }
     for key, label in words.items():
         if saved[key] != settings[key]:
             raise StateError(f"{save} cannot be resumed: {label} was {saved[key]}, and is {settings[key]} now")
@@ -210,9 +236,11 @@ def _saved_position(extra: Any, settings: Mapping[str, Any], save: Path, data: P
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Sequence[int]]:
-    """Lists SIGINT and SIGTERM instead of being ended by them, so that the step under way is finished and saved; a second SIGINT interrupts."""
+    """Lists SIGINT and SIGTERM instead of being ended by them, so that the step under way is finished and saved; a
+    second SIGINT interrupts."""
     signals: list[int] = []
-    single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1  # torchrun forwards the SIGINT that the terminal has sent to each process already
+    # torchrun forwards the SIGINT that the terminal has sent to each process already
+    single_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return

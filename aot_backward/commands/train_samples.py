@@ -1,4 +1,5 @@
-"""The samples of a training: a file of tensors, checked against the step that takes them, and cut into an epoch's batches.
+"""The samples of a training: a file of tensors, checked against the step that takes them, and cut into an epoch's
+batches.
 
 The order of the samples in an epoch depends on the seed and the epoch's number, and on nothing else.
 """
@@ -28,7 +29,8 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Samples:
-    """The tensors of a data file in the order in which a step takes them, and the step's variants that take such tensors."""
+    """The tensors of a data file in the order in which a step takes them, and the step's variants that take such
+    tensors."""
 
     tensors: list[torch.Tensor]
     variants: list[tuple[VariantSpec, Contract]]
@@ -57,21 +59,29 @@ class Samples:
 
 
 def read_samples(data: Path, name: str, variants: Sequence[VariantSpec], device: torch.device) -> Samples:
-    """:class:`InputError` where the file's tensors are not those that the entry ``name`` takes, each with a row for every sample."""
+    """:class:`InputError` where the file's tensors are not those that the entry ``name`` takes, each with a row for
+    every sample."""
     file_tensors = read_tensors(data)
     matches = [v for v in variants if {s.name for s in v.inputs} == file_tensors.keys()]
     if not matches:
         input_names = [s.name for s in variants[0].inputs]
-        missing, extra = [n for n in input_names if n not in file_tensors], sorted(file_tensors.keys() - set(input_names))
+        missing, extra = (
+            [n for n in input_names if n not in file_tensors],
+            sorted(file_tensors.keys() - set(input_names)),
+        )
         parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
         parts += [f"it has {', '.join(map(repr, extra))}, which the step does not take"] if extra else []
-        raise InputError(f"{data} does not fit entry {name!r}, which takes {', '.join(input_names)}: {'; '.join(parts)}")
+        raise InputError(
+            f"{data} does not fit entry {name!r}, which takes {', '.join(input_names)}: {'; '.join(parts)}"
+        )
     single = [n for n, t in file_tensors.items() if not t.dim()]
     if single:
         raise InputError(f"{data}: {single[0]!r} has no dimensions; expected the samples along the first dimension")
     lengths = {n: len(t) for n, t in file_tensors.items()}
     if len(set(lengths.values())) != 1:
-        raise InputError(f"{data}: tensors have different numbers of samples: {', '.join(f'{n} {k}' for n, k in lengths.items())}")
+        raise InputError(
+            f"{data}: tensors have different numbers of samples: {', '.join(f'{n} {k}' for n, k in lengths.items())}"
+        )
     count = next(iter(lengths.values()))
     if not count:
         raise InputError(f"{data} holds no samples")
@@ -130,7 +140,8 @@ def mixed_seed(seed: int, purpose: str, number: int) -> int:
 
 
 def cut_batches(samples: Samples, size: int | None, rank: int, world: int, note: Callable[[str], None]) -> Batches:
-    """``size``: samples of a call; None: what was exported, or :data:`BATCH`. ``note`` gets a sentence about samples that are left out."""
+    """``size``: samples of a call; None: what was exported, or :data:`BATCH`. ``note`` gets a sentence about samples
+    that are left out."""
     batch_size = size or _exported(samples) or BATCH
     num_full, rest = divmod(samples.count, batch_size * world)
     last = rest // world

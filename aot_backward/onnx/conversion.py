@@ -1,4 +1,5 @@
-"""Convert captured graphs to ONNX files: translate, run ONNX's own checker, compare, write. ``export`` and ``convert`` share it."""
+"""Convert captured graphs to ONNX files: translate, run ONNX's own checker, compare, write. ``export`` and ``convert``
+share it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class OnnxFile:
         nodes: The number of ONNX nodes.
         opset: The version of the ONNX operator set.
         data: The file of the weights, if they are stored apart.
-        compared: The engine that ran the graph ("onnxruntime 1.31.0"), with the tensor nearest to its tolerance; or "not compared: why".
+        compared: The engine that ran the graph ("onnxruntime 1.31.0"), with the tensor nearest to its tolerance; or
+            "not compared: why".
     """
 
     path: Path
@@ -100,14 +102,21 @@ class Conversion:
             if entry not in (None, name):
                 continue
             if variant is not None and not 0 <= variant < len(spec.variants):
-                raise ExportError(f"entry {name!r} has no variant {variant}; it has {len(spec.variants)}, counted from 0")
+                raise ExportError(
+                    f"entry {name!r} has no variant {variant}; it has {len(spec.variants)}, counted from 0"
+                )
             for number in range(len(spec.variants)) if variant is None else (variant,):
                 parts += value_names.parts(name, spec, number)
         several = len({p.entry for p in parts}) > 1
         self.paths = {}
         for part in parts:
             numbered = variant is None and len(manifest.entries[part.entry].variants) > 1
-            name_parts = [path.name.removesuffix(".onnx"), *([part.entry] if several else []), *([str(part.variant)] if numbered else []), part.file]
+            name_parts = [
+                path.name.removesuffix(".onnx"),
+                *([part.entry] if several else []),
+                *([str(part.variant)] if numbered else []),
+                part.file,
+            ]
             self.paths[part.library] = path.with_name(".".join(p for p in name_parts if p) + ".onnx")
         if not parts:
             raise ExportError("there is no graph to write: every output is an unchanged input or parameter")
@@ -121,9 +130,11 @@ class Conversion:
             self.translated[part.library] = translate(graphs[part.library], part.names, part.about)
         say("translate", len(parts), len(parts))
 
-    def compare(self, check: Callable[[Callable[[], Package]], dict[tuple[str, int], str]]) -> dict[tuple[str, int], str]:
-        """Compare the graphs with eager. ``check`` gets a function that loads them as a package with separate weights, compares that package, and
-        returns the tensor nearest to its tolerance by entry and variant."""
+    def compare(
+        self, check: Callable[[Callable[[], Package]], dict[tuple[str, int], str]]
+    ) -> dict[tuple[str, int], str]:
+        """Compare the graphs with eager. ``check`` gets a function that loads them as a package with separate weights,
+        compares that package, and returns the tensor nearest to its tolerance by entry and variant."""
         import onnx
         import onnx.shape_inference
 
@@ -134,7 +145,9 @@ class Conversion:
                 onnx.checker.check_model(translated.with_fixed(), full_check=True)
             except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
                 first = " ".join(str(error).split())
-                raise ExportError(f"{name}: ONNX's own checker refuses the graph: {first}; report this, with the program") from error
+                raise ExportError(
+                    f"{name}: ONNX's own checker refuses the graph: {first}; report this, with the program"
+                ) from error
         engine_name = engine()
 
         @cache
@@ -142,11 +155,15 @@ class Conversion:
             return runner(self.translated[library].with_fixed(), engine_name)
 
         def opened(library: str) -> Library:
-            return OnnxLibrary(self.manifest.libraries[library], self.parts[library].names, self.translated[library], running(library))
+            return OnnxLibrary(
+                self.manifest.libraries[library], self.parts[library].names, self.translated[library], running(library)
+            )
 
         def load() -> Package:
             copies = {key: tensor.detach().clone() for key, tensor in self.weights.items()}
-            return OnnxPackage(UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts})
+            return OnnxPackage(
+                UnwrittenArchive(self.manifest), copies, {name: partial(opened, name) for name in self.parts}
+            )
 
         worst = check(load)
         version = __import__(engine_name.partition(".")[0]).__version__
@@ -158,11 +175,22 @@ class Conversion:
         from . import writer
 
         self.say("write", 0, 1)
-        data = writer.write({self.paths[n]: t for n, t in self.translated.items()}, self.path.with_name(f"{self.path.name}.data"), external)
+        data = writer.write(
+            {self.paths[n]: t for n, t in self.translated.items()},
+            self.path.with_name(f"{self.path.name}.data"),
+            external,
+        )
         self.say("write", 1, 1)
         return [
             OnnxFile(
-                self.paths[n], p.entry, p.variant, p.role, len(self.translated[n].model.graph.node), OPSET, data, comparisons[p.entry, p.variant]
+                self.paths[n],
+                p.entry,
+                p.variant,
+                p.role,
+                len(self.translated[n].model.graph.node),
+                OPSET,
+                data,
+                comparisons[p.entry, p.variant],
             )
             for n, p in self.parts.items()
         ]

@@ -37,7 +37,8 @@ def convert(
     external_data: bool | None = None,
     progress: Progress | None = None,
 ) -> list[OnnxFile]:
-    """Write the gradients in a package as ONNX graphs, without the model's source. Files are named as by :func:`aot_backward.export_onnx`.
+    """Write the gradients in a package as ONNX graphs, without the model's source. Files are named as by
+    :func:`aot_backward.export_onnx`.
 
     Each graph is compared with the results stored in the package and with PyTorch's operators.
 
@@ -46,7 +47,8 @@ def convert(
         path: The file to write, such as "energy.onnx".
         entry: The name of the only entry to write.
         variant: The number of the only variant to write, from 0.
-        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are larger than 64 MiB.
+        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are
+            larger than 64 MiB.
         progress: A function that is called as ``progress(stage, done, total)``.
 
     Returns:
@@ -68,9 +70,13 @@ def convert(
     archive.verify_digests()
     manifest = archive.manifest
     if not manifest.has_weights:
-        raise ExportError(f"{source} was written without weights, and an ONNX graph needs them as defaults of its inputs; export it with weights")
+        raise ExportError(
+            f"{source} was written without weights, and an ONNX graph needs them as defaults of its inputs; export it with weights"
+        )
     if entry is not None and entry not in manifest.entries:
-        raise ExportError(f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}")
+        raise ExportError(
+            f"{source} has no entry {entry!r}; it has: {', '.join(f'{n} ({e.kind})' for n, e in manifest.entries.items())}"
+        )
     entries = {n: e for n, e in manifest.entries.items() if entry in (None, n)}
     if names := [n for n, e in entries.items() if e.kind == "replay"]:
         raise ExportError(
@@ -90,22 +96,29 @@ def convert(
         package, out = load(), {}
         for name, number in conversion.variants:
             if not any(key.startswith(f"{name}/{number}/") for key in examples):
-                raise ExportError(f"{source} stores no example inputs for {name!r}, so its ONNX graph cannot be checked")
+                raise ExportError(
+                    f"{source} stores no example inputs for {name!r}, so its ONNX graph cannot be checked"
+                )
             say(f"check {name}", number, len(manifest.entries[name].variants))
             if manifest.entries[name].kind != "step":
                 out[name, number] = graph_check.check_variant(package, name, number, examples, graphs).worst
                 continue
-            # eager's operators are not the reference: Adam makes a full step of rounding noise, such as a bias's gradient before BatchNorm
+            # eager's operators are not the reference: Adam makes a full step of rounding noise, such as a bias's
+            # gradient before BatchNorm
             report = verify_variant(package, name, number, examples)
             if report.wrong:
-                raise ExportError(f"{name} variant {number}: the ONNX graph differs from the results in the package: {report.wrong[0]}")
+                raise ExportError(
+                    f"{name} variant {number}: the ONNX graph differs from the results in the package: {report.wrong[0]}"
+                )
             out[name, number] = report.worst
         return out
 
     return conversion.write(external_data, conversion.compare(check))
 
 
-def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]) -> dict[str, Graph]:
+def _graphs(
+    archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: Mapping[str, torch.Tensor]
+) -> dict[str, Graph]:
     """Return the graphs of one variant, read from the package."""
     libraries = archive.manifest.libraries
     plans = [*(getattr(variant, role) for role in ROLES), entry.step.update if entry.step is not None else None]
@@ -114,7 +127,9 @@ def _graphs(archive: Archive, entry: EntrySpec, variant: VariantSpec, weights: M
     for name in dict.fromkeys(names):
         if not libraries[name].graph:
             note = archive.manifest.notes.get(f"no portable graph of {name}", "")
-            raise ExportError(f"the package has no portable graph of {name}{note and f' ({note})'}; export it again from the model's source")
+            raise ExportError(
+                f"the package has no portable graph of {name}{note and f' ({note})'}; export it again from the model's source"
+            )
         forms[name] = graph_json.form_of(archive.read_member(libraries[name].graph), name)
         sizes = forms[name].get("sizes")
         if not isinstance(sizes, dict):
@@ -140,7 +155,13 @@ def _read(
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
         return {
             name: graph_json.graph_of(
-                name, form, libraries[name], [world.fake(s) for s in libraries[name].inputs], world.mode, weights, world.carried
+                name,
+                form,
+                libraries[name],
+                [world.fake(s) for s in libraries[name].inputs],
+                world.mode,
+                weights,
+                world.carried,
             )
             for name, form in forms.items()
         }

@@ -33,21 +33,24 @@ def export_onnx(
 ) -> list[OnnxFile]:
     """Write the gradients of entries as ONNX graphs, after comparing each with eager if an engine can run them here.
 
-    A ``grad`` and a ``step`` entry is one file, ``path``. A ``module`` entry is ``NAME.forward.onnx`` and ``NAME.backward.onnx`` next to each other,
-    in eval mode also ``NAME.inference.onnx``. If there are several entries or variants, the names of the files contain their names and numbers.
+    A ``grad`` and a ``step`` entry is one file, ``path``. A ``module`` entry is ``NAME.forward.onnx`` and
+    ``NAME.backward.onnx`` next to each other, in eval mode also ``NAME.inference.onnx``. If there are several entries
+    or variants, the names of the files contain their names and numbers.
 
     Args:
         path: The file to write, such as "energy.onnx".
         entries: The programs to export, by name, as for :func:`aot_backward.export`.
         variant: The number of the only variant to write, from 0.
-        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are larger than 64 MiB.
+        external_data: Whether weights are stored in one file, ``NAME.onnx.data``; by default they are if they are
+            larger than 64 MiB.
         progress: A function that is called as ``progress(stage, done, total)``.
 
     Returns:
         One :class:`OnnxFile` for each graph.
 
     Raises:
-        ExportError: An operator has no translation, or a tensor differs from eager; the message names it, and nothing is written.
+        ExportError: An operator has no translation, or a tensor differs from eager; the message names it, and nothing
+            is written.
 
     Examples:
         >>> def energy(pos):
@@ -68,14 +71,18 @@ def export_onnx(
         build = Build(contents)
         for name, entry in entries.items():
             if isinstance(entry, Module) and entry.order != 1:
-                raise ExportError(f"entry {name!r} has order={entry.order}: an ONNX file holds first gradients only; export it with order=1")
+                raise ExportError(
+                    f"entry {name!r} has order={entry.order}: an ONNX file holds first gradients only; export it with order=1"
+                )
             build.add(name, entry)
         manifest = build.manifest(True)
         conversion = Conversion(path, manifest, contents.graphs, contents.weights, None, variant, progress)
 
         def check(load: Callable[[], Package]) -> dict[tuple[str, int], str]:
             checked_manifest = build.check(manifest, [load], {})
-            return {(n, i): v.verdict.worst for n, e in checked_manifest.entries.items() for i, v in enumerate(e.variants)}
+            return {
+                (n, i): v.verdict.worst for n, e in checked_manifest.entries.items() for i, v in enumerate(e.variants)
+            }
 
         verdicts = conversion.compare(check)
         return conversion.write(external_data, verdicts)

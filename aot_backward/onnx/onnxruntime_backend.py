@@ -1,4 +1,5 @@
-"""Run ONNX graphs in place of native code: the runtime's modules, gradients and steps call them, so that both are checked alike."""
+"""Run ONNX graphs in place of native code: the runtime's modules, gradients and steps call them, so that both are
+checked alike."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def engine() -> str:
 
 
 def runner(model: onnx.ModelProto, engine: str) -> Run:
-    """Return a function that runs the graph. Raise :class:`ExportError` naming an operator that the engine lacks a kernel for."""
+    """Return a function that runs the graph. Raise :class:`ExportError` naming an operator that the engine lacks a
+    kernel for."""
     outputs = [o.name for o in model.graph.output]
     if engine == "onnx.reference":
         evaluator = onnx.reference.ReferenceEvaluator(model)
@@ -48,7 +50,9 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
     try:
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exception classes share only this base
-        raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_first_line(error)}") from error
+        raise ExportError(
+            f"{model.graph.name}: onnxruntime {onnxruntime.__version__} cannot run the graph: {_first_line(error)}"
+        ) from error
     value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
 
     def run_session(feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -56,7 +60,9 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
         try:
             results = session.run_with_ort_values(outputs, ort_inputs)
         except Exception as error:
-            raise ExportError(f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_first_line(error)}") from error
+            raise ExportError(
+                f"{model.graph.name}: onnxruntime {onnxruntime.__version__} fails in the graph: {_first_line(error)}"
+            ) from error
         return {n: _tensor(v) for n, v in zip(outputs, results, strict=True)}
 
     return run_session
@@ -65,7 +71,11 @@ def runner(model: onnx.ModelProto, engine: str) -> Run:
 def _tensor(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":  # NumPy lacks bfloat16
         buffer = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
-        return torch.frombuffer(buffer, dtype=torch.bfloat16).reshape(value.shape()) if buffer else torch.empty(value.shape(), dtype=torch.bfloat16)
+        return (
+            torch.frombuffer(buffer, dtype=torch.bfloat16).reshape(value.shape())
+            if buffer
+            else torch.empty(value.shape(), dtype=torch.bfloat16)
+        )
     return tensor_of(value.numpy())
 
 
@@ -89,8 +99,8 @@ class OnnxLibrary(Library):
 
 
 class _Runner:
-    """The equivalent of :class:`aot_backward_runtime.torch_api.Runner` for an ONNX graph. Updated values are written into the tensors that the graph
-    is bound to."""
+    """The equivalent of :class:`aot_backward_runtime.torch_api.Runner` for an ONNX graph. Updated values are written
+    into the tensors that the graph is bound to."""
 
     def __init__(self, spec: LibrarySpec, names: Names, translated: Translated, run: Run):
         self._spec, self._names, self._translated, self._run = spec, names, translated, run
@@ -116,13 +126,16 @@ class _Runner:
             if kind == "result":
                 dtype = getattr(torch, self._spec.outputs[int(index)].dtype)
                 if results[name].dtype is not dtype:
-                    raise ExportError(f"{name} is {results[name].dtype} in the ONNX graph and {dtype} in eager: report this as a bug")
+                    raise ExportError(
+                        f"{name} is {results[name].dtype} in the ONNX graph and {dtype} in eager: report this as a bug"
+                    )
                 outputs[int(index)] = _with_dim_order(results[name], self._spec.outputs[int(index)])
         return [outputs.get(i, torch.empty(())) for i in range(len(self._spec.outputs))]
 
 
 def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return ``tensor`` with its dimensions in memory in the order of ``spec``'s strides: ONNX only has row-major tensors."""
+    """Return ``tensor`` with its dimensions in memory in the order of ``spec``'s strides: ONNX only has row-major
+    tensors."""
     symbols = {name: 10007 + 2 * i for i, name in enumerate(sorted({n for s in spec.stride for n in symbols_of(s)}))}
     strides = [evaluate(s, symbols) for s in spec.stride]
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
@@ -132,7 +145,9 @@ def _with_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 class OnnxPackage(Package):
     """A package with ONNX graphs as libraries. ``archive``: has the manifest, and a name for errors."""
 
-    def __init__(self, archive: Any, weights: Mapping[str, torch.Tensor], libraries: Mapping[str, Callable[[], Library]]):
+    def __init__(
+        self, archive: Any, weights: Mapping[str, torch.Tensor], libraries: Mapping[str, Callable[[], Library]]
+    ):
         super().__init__(archive, weights, {})
         self._libraries = dict(libraries)
 

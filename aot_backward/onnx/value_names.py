@@ -17,7 +17,8 @@ ROLES = ("forward", "backward", "inference", "gradient", "step", "accumulate")
 
 @dataclass(frozen=True)
 class Part:
-    """One ONNX graph of an entry, made from one plan. ``file``: the suffix of the file's name: "backward", or nothing."""
+    """One ONNX graph of an entry, made from one plan. ``file``: the suffix of the file's name: "backward", or
+    nothing."""
 
     entry: str
     variant: int
@@ -33,7 +34,8 @@ class Part:
 
 
 def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
-    """Return the graphs of variant ``number`` of the entry. A step that can accumulate gradients also has the optimizer alone."""
+    """Return the graphs of variant ``number`` of the entry. A step that can accumulate gradients also has the optimizer
+    alone."""
     variant = entry.variants[number]
     plans = [(role, plan) for role in ROLES if (plan := getattr(variant, role)) is not None]
     if entry.step is not None and entry.step.update is not None:
@@ -44,7 +46,17 @@ def parts(name: str, entry: EntrySpec, number: int) -> list[Part]:
             if role == "forward" or role == "gradient":
                 raise ExportError(f"{name}: the {role} only returns its inputs: there is no graph to write")
             continue
-        out.append(Part(name, number, role, plan, _names(entry, variant, role, plan), _about(name, entry, number, role), plan.call.library))
+        out.append(
+            Part(
+                name,
+                number,
+                role,
+                plan,
+                _names(entry, variant, role, plan),
+                _about(name, entry, number, role),
+                plan.call.library,
+            )
+        )
     return out
 
 
@@ -100,7 +112,8 @@ def _names(entry: EntrySpec, variant: VariantSpec, role: str, plan: Plan) -> Nam
 
 
 def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
-    """Return ``source`` in the form of :class:`Names`: inputs by their place among the graph's own, "" for other inputs."""
+    """Return ``source`` in the form of :class:`Names`: inputs by their place among the graph's own, "" for other
+    inputs."""
     kind, _, key = source.partition(":")
     if kind == "parameter":
         return f"constant:{weights[key]}"
@@ -113,9 +126,12 @@ def _source(source: str, plan: Plan, weights: Mapping[str, str]) -> str:
 
 
 def _saved_names(variant: VariantSpec, arguments: list[str]) -> list[str]:
-    """Return the names of a backward's saved tensors. A saved argument keeps the argument's name, so that it is passed once."""
+    """Return the names of a backward's saved tensors. A saved argument keeps the argument's name, so that it is passed
+    once."""
     saved = variant.forward.saved if variant.forward is not None else ()
-    return [arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)]
+    return [
+        arguments[int(s.partition(":")[2])] if s.startswith("input:") else f"saved.{i}" for i, s in enumerate(saved)
+    ]
 
 
 def _results(variant: VariantSpec, kind: str) -> list[str]:
@@ -164,7 +180,13 @@ def _about(name: str, entry: EntrySpec, number: int, role: str) -> dict[str, str
         limits = {number_name(n): [asdict(i) for i in n.allowed] for n in entry.step.numbers if n.allowed}
         if limits:
             out["allowed"] = json.dumps(limits)
-    missing = [g.of for plan in (variant.backward, variant.gradient) if plan is not None for g in plan.gradients if not g.source]
+    missing = [
+        g.of
+        for plan in (variant.backward, variant.gradient)
+        if plan is not None
+        for g in plan.gradients
+        if not g.source
+    ]
     if missing:
         out["no gradient"] = json.dumps(missing)
     return out

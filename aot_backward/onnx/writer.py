@@ -14,14 +14,18 @@ from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.atomic_file import replacing
 
 _MAX_EMBEDDED_BYTES = 64 << 20
-"""Weights with more bytes in all are stored outside the models. A guess, far below protobuf's limit of 2 GiB. docs/onnx.md documents it."""
-_ALIGNMENT = 4096  # bytes, a page; each tensor in the file of weights begins at a multiple, so that the file can be mapped
+"""Weights with more bytes in all are stored outside the models. A guess, far below protobuf's limit of 2 GiB.
+docs/onnx.md documents it."""
+# Bytes, a page; each tensor in the file of weights begins at a multiple, so that the file can be mapped
+_ALIGNMENT = 4096
 
 
 def write(models: Mapping[Path, Translated], data: Path, external: bool | None) -> Path | None:
-    """Write ``models`` to their paths. ``external``: whether weights go to ``data``, shared by all models; None: if they are large.
+    """Write ``models`` to their paths. ``external``: whether weights go to ``data``, shared by all models; None: if
+    they are large.
 
-    Return the file of weights, if there is one. Weights are written first, so that a new model never refers to missing weights.
+    Return the file of weights, if there is one. Weights are written first, so that a new model never refers to missing
+    weights.
     """
     tensors = {_key(t, name): tensor for t in models.values() for name, tensor in _values(t).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -63,7 +67,9 @@ def _with_values(translated: Translated, places: Mapping[str, tuple[int, int]], 
     out = onnx.ModelProto()
     out.CopyFrom(translated.model)
     for name, tensor in _values(translated).items():
-        initializer = out.graph.initializer.add(name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype))
+        initializer = out.graph.initializer.add(
+            name=name, dims=list(tensor.shape), data_type=element_type(tensor.dtype)
+        )
         key = _key(translated, name)
         if key not in places:
             initializer.raw_data = numpy_of(tensor).tobytes()

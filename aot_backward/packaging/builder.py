@@ -38,14 +38,18 @@ class Build:
         if not name.isidentifier():
             raise ExportError(f"entry name {name!r}: use a Python identifier")
         if isinstance(entry, Module) and not (type(entry.order) is int and 1 <= entry.order <= 4):
-            raise ExportError(f"entry {name!r}: order is {entry.order!r}; expected 1 (gradients), 2 (gradients of gradients), 3 or 4")
+            raise ExportError(
+                f"entry {name!r}: order is {entry.order!r}; expected 1 (gradients), 2 (gradients of gradients), 3 or 4"
+            )
         if not entry.variants:
             raise ExportError(f"entry {name!r} has no variants: give at least one Variant(args)")
         if isinstance(entry, Step):
             spec, self._checks[name] = add_step(self.contents, name, entry)
         else:
             spec, self._checks[name] = add_program(self.contents, name, entry)
-        self.entries[name] = dataclasses.replace(spec, metadata=metadata_text(entry.metadata, f"metadata of entry {name!r}"))
+        self.entries[name] = dataclasses.replace(
+            spec, metadata=metadata_text(entry.metadata, f"metadata of entry {name!r}")
+        )
 
     def manifest(self, with_weights: bool) -> Manifest:
         """Return the manifest without verdicts and members."""
@@ -57,8 +61,9 @@ class Build:
         )
 
     def check(self, manifest: Manifest, packages: Sequence[Callable[[], Package] | str], stored: Stored) -> Manifest:
-        """Return ``manifest`` with the verdict of every variant for every target. ``packages``: for each target its loader, or why it cannot be
-        loaded (:meth:`Contents.packages`). Inputs, results and tolerances go to ``stored``."""
+        """Return ``manifest`` with the verdict of every variant for every target. ``packages``: for each target its
+        loader, or why it cannot be loaded (:meth:`Contents.packages`). Inputs, results and tolerances go to
+        ``stored``."""
         progress, entries = self.contents.progress, dict[str, Any]()
         for name, spec in manifest.entries.items():
             variants = []
@@ -69,19 +74,28 @@ class Build:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
                     verdict = Verdict(f"not run: {package}")
                     try:
-                        verdicts.append(verdict if isinstance(package, str) else self._checks[name](package, i, variant, stored, None))
+                        verdicts.append(
+                            verdict
+                            if isinstance(package, str)
+                            else self._checks[name](package, i, variant, stored, None)
+                        )
                     except WrongResult as error:
                         error.variant = name, i
                         raise
                     if not isinstance(package, str):
                         variant = self._without_empty_sizes(name, i, variant, package)
-                variants.append(dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED))
+                variants.append(
+                    dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED)
+                )
             progress(f"check {name}", total, total)
             entries[name] = dataclasses.replace(spec, variants=tuple(variants))
         return dataclasses.replace(manifest, entries=entries, notes=self.contents.notes)
 
-    def _without_empty_sizes(self, name: str, number: int, variant: VariantSpec, load: Callable[[], Package]) -> VariantSpec:
-        """Return ``variant``, from 1 for each size that may be 0, if at 0 eager refuses the program or compiled code differs from eager."""
+    def _without_empty_sizes(
+        self, name: str, number: int, variant: VariantSpec, load: Callable[[], Package]
+    ) -> VariantSpec:
+        """Return ``variant``, from 1 for each size that may be 0, if at 0 eager refuses the program or compiled code
+        differs from eager."""
         for symbol in variant.symbols:
             if symbol.minimum > 0 or symbol.offset != 0:
                 continue
@@ -91,15 +105,19 @@ class Build:
                 reason = str(error).partition("; nothing was written")[0]
                 log.info("%s: %s; the package accepts this size from 1", name, reason)
                 from_one = dataclasses.replace(symbol, minimum=1)
-                variant = dataclasses.replace(variant, symbols=tuple(from_one if s is symbol else s for s in variant.symbols))
+                variant = dataclasses.replace(
+                    variant, symbols=tuple(from_one if s is symbol else s for s in variant.symbols)
+                )
         return variant
 
     def repair(self, error: WrongResult) -> None:
-        """Let eager's kernels compute the operators that the variant of ``error`` gets wrong. Raise ``error`` if that does not help."""
+        """Let eager's kernels compute the operators that the variant of ``error`` gets wrong. Raise ``error`` if that
+        does not help."""
         name, number = error.variant
         entry = self.entries[name]
         variants = list(entry.variants)
-        variants[number] = dataclasses.replace(variants[number], speed=None)  # the speed was measured with the wrong code
+        # The speed was measured with the wrong code
+        variants[number] = dataclasses.replace(variants[number], speed=None)
         self.entries[name] = entry = dataclasses.replace(entry, variants=tuple(variants))
 
         def load() -> Package:
@@ -116,7 +134,14 @@ class Build:
 
     def _features(self) -> tuple[str, ...]:
         """Return the features that a runtime needs to read the package correctly."""
-        plans = [p for e in self.entries.values() for variant in e.variants for v in variant.orders for p in (v.backward,) if p is not None]
+        plans = [
+            p
+            for e in self.entries.values()
+            for variant in e.variants
+            for v in variant.orders
+            for p in (v.backward,)
+            if p is not None
+        ]
         return (*(["fill"] if self.contents.fills else []), *(["consumes"] if any(p.consumes for p in plans) else []))
 
 
@@ -132,5 +157,7 @@ def metadata_text(metadata: Any, what: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ExportError(f"{what}: expected a dict of JSON values, got one that JSON cannot hold: {error}") from error
     if json.loads(text) != metadata:
-        raise ExportError(f"{what}: JSON would change it (keys must be strings, and tuples become lists). Write what JSON gives back.")
+        raise ExportError(
+            f"{what}: JSON would change it (keys must be strings, and tuples become lists). Write what JSON gives back."
+        )
     return text

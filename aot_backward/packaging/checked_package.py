@@ -43,8 +43,14 @@ def checked_package(
     """Write the package. One of its targets is this machine's kind. ``metadata``: a JSON object, or ""."""
     parameters = [t for program in _programs(entries) for t in program.parameters()]
     size = sum(t.nbytes for t in parameters if t.layout is torch.strided and not nn.parameter.is_lazy(t))
-    with everything_kept(entries), allocator.freed_at_once(size), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
-        contents = Contents(target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone")
+    with (
+        everything_kept(entries),
+        allocator.freed_at_once(size),
+        tempfile.TemporaryDirectory(prefix="aot-backward-") as folder,
+    ):
+        contents = Contents(
+            target, Path(folder), progress, portable=portable, tune=tune, standalone=runtime == "standalone"
+        )
         build = Build(contents)
         with shared_parts_started(contents.targets):
             for name, entry in entries.items():
@@ -59,7 +65,13 @@ def checked_package(
                 build.repair(error)
         write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
         manifest = with_standalone(
-            manifest, contents.artifacts, contents.weights, examples, Path(folder), required=runtime == "standalone", progress=progress
+            manifest,
+            contents.artifacts,
+            contents.weights,
+            examples,
+            Path(folder),
+            required=runtime == "standalone",
+            progress=progress,
         )
         progress("write", 0, 1)
         written_manifest = write(path, manifest, graphs=contents.portables)
@@ -70,10 +82,12 @@ def checked_package(
 
 @contextlib.contextmanager
 def everything_kept(entries: Entries) -> Iterator[None]:
-    """Restore buffers and random state afterwards: tracing and checking run the program. Only one thread is inside at a time."""
+    """Restore buffers and random state afterwards: tracing and checking run the program. Only one thread is inside at a
+    time."""
     programs = _programs(entries)
     with exclusive(), preserve.random_state_kept(), contextlib.ExitStack() as stack:
-        buffers = [b for p in programs for b in p.buffers()]  # read under the lock: another thread's export of the same module may be changing them
+        # Read under the lock: another thread's export of the same module may be changing them
+        buffers = [b for p in programs for b in p.buffers()]
         copies = [b.detach().clone() for b in buffers]
         for program in programs:
             stack.enter_context(preserve.slots_kept(program))

@@ -18,7 +18,16 @@ from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
 from aot_backward_runtime.compatibility import choose, why_incompatible
 from aot_backward_runtime.errors import ExportError, IncompatibleError
-from aot_backward_runtime.format.manifest import FORMAT_VERSION, EntrySpec, LibrarySpec, Manifest, SymbolSpec, VariantSpec, Verdict, WeightSpec
+from aot_backward_runtime.format.manifest import (
+    FORMAT_VERSION,
+    EntrySpec,
+    LibrarySpec,
+    Manifest,
+    SymbolSpec,
+    VariantSpec,
+    Verdict,
+    WeightSpec,
+)
 from aot_backward_runtime.loader import Package, device_of
 from aot_backward_runtime.package.targets import seen_as
 
@@ -29,10 +38,12 @@ from ..checks.stored_results import Stored
 from .package_writer import library_spec, stem_of, stems_of
 
 _DECOMPOSED = 3
-"""How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it lacks.
+"""How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it
+lacks.
 The number is a guess."""
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
-"""Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors that ``verify``
+"""Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors
+that ``verify``
 needs, and the size to set to 0 if only that is compared."""
 
 
@@ -49,9 +60,16 @@ class Contents:
         tune: str = "none",
         standalone: bool = False,
     ):
-        """``target``: one or several (:func:`targets.parsed`). ``portable``: also store the graphs as data. ``tune``: how many ways to compile a
-        variant are tried (:data:`.tuning.TUNES`). ``standalone``: decompose operators that need PyTorch."""
-        self.targets, self.folder, self.progress, self.portable, self.tune = targets.parsed(target), folder, progress, portable, tune
+        """``target``: one or several (:func:`targets.parsed`). ``portable``: also store the graphs as data. ``tune``:
+        how many ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: decompose operators that
+        need PyTorch."""
+        self.targets, self.folder, self.progress, self.portable, self.tune = (
+            targets.parsed(target),
+            folder,
+            progress,
+            portable,
+            tune,
+        )
         self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
@@ -79,7 +97,8 @@ class Contents:
         return self._keys[id(tensor)]
 
     def compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None = None) -> None:
-        """Compile ``graphs`` for every target, or only for target number ``only``; the code for others stays unchanged."""
+        """Compile ``graphs`` for every target, or only for target number ``only``; the code for others stays
+        unchanged."""
         self._compile(graphs, joint, only)
         if self.standalone:
             graphs = [self._decomposed(graph, joint, only) for graph in graphs]
@@ -95,13 +114,20 @@ class Contents:
             if only not in (None, number):
                 continue
             (folder / str(number)).mkdir()
-            artifacts = compile.compile_graphs(graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress)
+            artifacts = compile.compile_graphs(
+                graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress
+            )
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
 
     def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
-        """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks, as far as possible."""
+        """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks,
+        as far as possible."""
         for _ in range(_DECOMPOSED):
-            missing = {name for artifact in self._artifacts(graph.name) for name in standalone.lacking([artifact.library], artifact.operators)}
+            missing = {
+                name
+                for artifact in self._artifacts(graph.name)
+                for name in standalone.lacking([artifact.library], artifact.operators)
+            }
             new_graph = replaced.without(graph, missing, joint.fake_mode) if missing else None
             if new_graph is None:
                 break
@@ -131,7 +157,8 @@ class Contents:
             entries={name: _without_verdicts(entry, extra_targets) for name, entry in entries.items()},
             libraries=self.libraries(),
             weights={
-                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k)) for k, t in self.weights.items()
+                k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "", self.fills.get(k))
+                for k, t in self.weights.items()
             },
             members={},
             has_weights=True,
@@ -139,7 +166,8 @@ class Contents:
         )
 
     def profiled(self, name: str, entry: EntrySpec, graphs: Sequence[Graph], joint: Joint) -> Package | None:
-        """Return :meth:`package_of` with ``graphs`` compiled to report their kernels to ``torch.profiler``. Their code is not kept."""
+        """Return :meth:`package_of` with ``graphs`` compiled to report their kernels to ``torch.profiler``. Their code
+        is not kept."""
         before, number = self.mark(), self._runs_here(self.manifest({name: entry}))
         if number is None:
             return None
@@ -163,7 +191,8 @@ class Contents:
         return self.graphs, self.artifacts, self.portables, self.notes, self.weights
 
     def package_of(self, name: str, entry: EntrySpec) -> Package | None:
-        """Return ``entry`` alone, loaded for the target that ``load`` would choose here, with its own weights; None if no target runs here."""
+        """Return ``entry`` alone, loaded for the target that ``load`` would choose here, with its own weights; None if
+        no target runs here."""
         manifest = self.manifest({name: entry})
         number = self._runs_here(manifest)
         return None if number is None else self._load(manifest, number)
@@ -176,8 +205,12 @@ class Contents:
             return None
 
     def packages(self, manifest: Manifest) -> list[Callable[[], Package] | str]:
-        """Return, for each target, a function that loads the package with new copies of the weights, or why this machine cannot load it."""
-        return [why_incompatible(manifest, number) or functools.partial(self._load, manifest, number) for number in range(len(self.specs))]
+        """Return, for each target, a function that loads the package with new copies of the weights, or why this
+        machine cannot load it."""
+        return [
+            why_incompatible(manifest, number) or functools.partial(self._load, manifest, number)
+            for number in range(len(self.specs))
+        ]
 
     def _load(self, manifest: Manifest, number: int) -> Package:
         paths = {name: self._artifacts(name)[number].library for name in manifest.libraries}
@@ -214,7 +247,12 @@ class _Unwritten:
     """Stand-in for an archive whose libraries are still in the compiler's folder."""
 
     def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
-        self.manifest, self._libraries, self.path, self.manifest_digest = manifest, libraries, Path("the package being built"), ""
+        self.manifest, self._libraries, self.path, self.manifest_digest = (
+            manifest,
+            libraries,
+            Path("the package being built"),
+            "",
+        )
 
     def library(self, name: str) -> Path:
         return self._libraries[name]
@@ -223,7 +261,9 @@ class _Unwritten:
 def load_unwritten(manifest: Manifest, libraries: Mapping[str, Path], weights: Mapping[str, torch.Tensor]) -> Package:
     """Return the package as the runtime would load it, with copies of the weights."""
     device = device_of(manifest)
-    copies = {k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for k, t in weights.items()}
+    copies = {
+        k: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for k, t in weights.items()
+    }
     return Package(_Unwritten(manifest, libraries), copies, {}, device)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,5 @@
-"""Find the fewest operators that eager's kernels must compute if a variant's compiled code gives other numbers than eager."""
+"""Find the fewest operators that eager's kernels must compute if a variant's compiled code gives other numbers than
+eager."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ _TRIES = 30
 
 
 def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], object], error: ExportError) -> str:
-    """Recompile the graphs whose names begin with one of ``prefixes``, so that ``check`` passes. Return a description of the change.
+    """Recompile the graphs whose names begin with one of ``prefixes``, so that ``check`` passes. Return a description
+    of the change.
 
-    Raise ``error``, which ``check`` raised before, if it fails even with eager's kernels for every operator that has one.
+    Raise ``error``, which ``check`` raised before, if it fails even with eager's kernels for every operator that has
+    one.
     """
     graphs = [graph for name, graph in contents.graphs.items() if name.startswith(tuple(prefixes))]
     before = contents.mark()
@@ -60,13 +63,20 @@ def repair(contents: Contents, prefixes: Sequence[str], check: Callable[[], obje
         contents.back_to(before)
         _mark(graphs, frozenset())
         raise error
-    lines = {f"{line.file}:{line.number}: {line.text}" for graph in graphs for n in _marked(graph) if (line := n.meta.get(LINE)) and line.file}
+    lines = {
+        f"{line.file}:{line.number}: {line.text}"
+        for graph in graphs
+        for n in _marked(graph)
+        if (line := n.meta.get(LINE)) and line.file
+    }
     location = f" ({'; '.join(sorted(lines)[:3])})" if lines else ""
     message = str(error).partition("; nothing was written")[0]
     return f"PyTorch's own kernels compute {', '.join(culprits)}{location}, because compiled code gave other numbers: {message}"
 
 
-def _fewest(suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], exhausted: Callable[[], bool]) -> list[str]:
+def _fewest(
+    suspects: Sequence[str], passes: Callable[[Sequence[str]], bool], exhausted: Callable[[], bool]
+) -> list[str]:
     """Return a minimal part of ``suspects`` that passes, as far as the number of compilations allows.
 
     Source: delta debugging (Zeller and Hildebrandt, 2002)."""
@@ -110,12 +120,20 @@ def _marked(graph: Graph) -> list[Node]:
 def _has_kernel(node: Node) -> bool:
     """Return whether ``node`` computes a new value from tensors by an operator that compiled code can call."""
     target = node.target
-    if not isinstance(target, torch_api.OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+    if (
+        not isinstance(target, torch_api.OpOverload)
+        or target.namespace != "aten"
+        or torch.Tag.nondeterministic_seeded in target.tags
+    ):
         return False
     schema = target._schema
-    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):  # it writes, or its result is a view
+    # It writes, or its result is a view
+    if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
         return False
-    numbers = [i for i, a in enumerate(node.args) if type(a) in (int, float) and str(schema.arguments[i].type) == "Tensor"]
-    if numbers and not (numbers == [1] and target is torch.ops.aten.mul.Tensor):  # generated code can pass a number only to mul.Scalar
+    numbers = [
+        i for i, a in enumerate(node.args) if type(a) in (int, float) and str(schema.arguments[i].type) == "Tensor"
+    ]
+    # Generated code can pass a number only to mul.Scalar
+    if numbers and not (numbers == [1] and target is torch.ops.aten.mul.Tensor):
         return False
     return any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)

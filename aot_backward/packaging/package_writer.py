@@ -47,8 +47,8 @@ _PT2 = {"archive_format": b"pt2", "archive_version": b"0", ".data/version": b"6\
 
 
 def library_spec(graph: Graph, artifact: Artifact, *builds: Artifact) -> LibrarySpec:
-    """Return the manifest's description of a compiled graph, without the members, which :func:`write_package` fills in. ``builds``: the same graph
-    for the package's further targets."""
+    """Return the manifest's description of a compiled graph, without the members, which :func:`write_package` fills in.
+    ``builds``: the same graph for the package's further targets."""
     return LibrarySpec(
         member="",
         metadata="",
@@ -71,7 +71,8 @@ def _build_spec(artifact: Artifact) -> BuildSpec:
 
 
 def stem_of(name: str, target: Target | None) -> str:
-    """Return the stem of graph ``name``'s files in the archive, for a further ``target`` of the package or, without one, the first."""
+    """Return the stem of graph ``name``'s files in the archive, for a further ``target`` of the package or, without
+    one, the first."""
     return name if target is None else f"{name}.{target.level}"
 
 
@@ -90,18 +91,22 @@ def write_package(
 ) -> Manifest:
     """Write ``path`` and return the manifest as written.
 
-    ``manifest`` has entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are the libraries' artifacts for each target, by
-    :func:`stem_of`; ``graphs`` are the portable graphs that exist. ``weights``, ``members``, the libraries' members and the modules that register
-    operators are filled in here. ``weights`` are the tensors by key. If ``manifest.has_weights`` is false, only their metadata is written; weights
-    with a ``fill`` in ``manifest.weights`` are not stored. Any device is accepted; strides are kept for weights only. Raise :class:`ExportError`;
-    then, and if the process is killed, the old file at ``path`` is untouched.
+    ``manifest`` has entries and ``libraries`` (see :func:`library_spec`); ``artifacts`` are the libraries' artifacts
+    for each target, by :func:`stem_of`; ``graphs`` are the portable graphs that exist. ``weights``, ``members``, the
+    libraries' members and the modules that register operators are filled in here. ``weights`` are the tensors by key.
+    If ``manifest.has_weights`` is false, only their metadata is written; weights with a ``fill`` in
+    ``manifest.weights`` are not stored. Any device is accepted; strides are kept for weights only. Raise
+    :class:`ExportError`; then, and if the process is killed, the old file at ``path`` is untouched.
     """
     path = Path(path)
     graphs = graphs or {}
     stems = {stem_of(name, target) for name in manifest.libraries for target in (None, *manifest.targets)}
     if stems != artifacts.keys():
         raise ExportError(f"the manifest has the libraries {sorted(stems)}, but {sorted(artifacts)} were compiled")
-    libraries = {name: _named(name, spec, artifacts, manifest.targets, name in graphs) for name, spec in manifest.libraries.items()}
+    libraries = {
+        name: _named(name, spec, artifacts, manifest.targets, name in graphs)
+        for name, spec in manifest.libraries.items()
+    }
     if len({name.casefold() for name in libraries}) != len(libraries):
         raise ExportError(f"names of graphs differ in case only: {sorted(libraries)}")
     fill_specs = {name: spec for name, spec in manifest.weights.items() if spec.fill is not None}
@@ -115,7 +120,11 @@ def write_package(
         for name, spec in libraries.items():
             for target, build in zip((None, *manifest.targets), spec.every_build, strict=True):
                 artifact = artifacts[stem_of(name, target)]
-                for member, file in ((build.member, artifact.library), (build.metadata, artifact.metadata), (build.extern, artifact.extern)):
+                for member, file in (
+                    (build.member, artifact.library),
+                    (build.metadata, artifact.metadata),
+                    (build.extern, artifact.extern),
+                ):
                     if file is not None:
                         archive.add(member, file.stat().st_size, _file_chunks(file))
         for name, data in graphs.items():
@@ -124,11 +133,14 @@ def write_package(
         if manifest.has_weights:
             digests = archive.add_tensors(WEIGHTS_MEMBER, {name: tensors[f"weight {name!r}"] for name in weights})
         if examples:
-            archive.add_tensors(EXAMPLES_MEMBER, {name: _plain(f"example {name!r}", t, True) for name, t in examples.items()})
+            archive.add_tensors(
+                EXAMPLES_MEMBER, {name: _plain(f"example {name!r}", t, True) for name, t in examples.items()}
+            )
         complete_manifest = dataclasses.replace(
             manifest,
             libraries=libraries,
-            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()} | fill_specs,
+            weights={name: dataclasses.replace(spec, sha256=digests[name]) for name, spec in specs.items()}
+            | fill_specs,
             members=dict(archive.members),
             operators=operators_of(manifest),
         )
@@ -145,7 +157,8 @@ def write_package(
 
 
 def check_destination(path: Path) -> None:
-    """Raise :class:`ExportError`, before minutes of compiling, if ``path`` cannot be written, or is a file that is no package, such as a model."""
+    """Raise :class:`ExportError`, before minutes of compiling, if ``path`` cannot be written, or is a file that is no
+    package, such as a model."""
     if path.is_dir():
         raise ExportError(f"{path} is a directory; give the name of a file, such as {path / 'model.pt2'}")
     if not path.absolute().parent.is_dir():
@@ -153,7 +166,9 @@ def check_destination(path: Path) -> None:
     if not os.access(path.absolute().parent, os.W_OK):
         raise ExportError(f"the folder {path.absolute().parent} cannot be written to")
     if path.exists() and not (path.is_file() and (path.stat().st_size == 0 or _is_package(path))):
-        raise ExportError(f"{path}: expected a package or no file, got another file. Name another file, or delete this one.")
+        raise ExportError(
+            f"{path}: expected a package or no file, got another file. Name another file, or delete this one."
+        )
 
 
 def _is_package(path: Path) -> bool:
@@ -206,10 +221,14 @@ class _Writer:
         return digests
 
 
-def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targets: Sequence[Target], portable: bool) -> LibrarySpec:
+def _named(
+    name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targets: Sequence[Target], portable: bool
+) -> LibrarySpec:
     """Return ``spec`` with the member names of its library, its builds and its graph."""
     if not GRAPH_NAME.fullmatch(name):
-        raise ExportError(f"{name!r} is not a valid name for a graph: use only letters, digits, '_', '-' and '.' in the name of the entry")
+        raise ExportError(
+            f"{name!r} is not a valid name for a graph: use only letters, digits, '_', '-' and '.' in the name of the entry"
+        )
 
     def members(target: Target | None) -> dict[str, Any]:
         stem = stem_of(name, target)
@@ -220,8 +239,12 @@ def _named(name: str, spec: LibrarySpec, artifacts: Mapping[str, Artifact], targ
             "extern": f"{place}.json" if artifacts[stem].extern is not None else "",
         }
 
-    builds = tuple(dataclasses.replace(build, **members(target)) for target, build in zip(targets, spec.builds, strict=True))
-    return dataclasses.replace(spec, **members(None), builds=builds, graph=f"{GRAPH_FOLDER}/{name}.json" if portable else "")
+    builds = tuple(
+        dataclasses.replace(build, **members(target)) for target, build in zip(targets, spec.builds, strict=True)
+    )
+    return dataclasses.replace(
+        spec, **members(None), builds=builds, graph=f"{GRAPH_FOLDER}/{name}.json" if portable else ""
+    )
 
 
 def _plain(label: str, tensor: torch.Tensor, with_data: bool) -> torch.Tensor:
@@ -238,7 +261,9 @@ def _weight_spec(name: str, tensor: torch.Tensor) -> WeightSpec:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     problem = layout_problem(shape, stride)
     if problem:
-        raise ExportError(f"weight {name!r} has strides {list(stride)} for shape {list(shape)}: {problem}; make it contiguous first")
+        raise ExportError(
+            f"weight {name!r} has strides {list(stride)} for shape {list(shape)}: {problem}; make it contiguous first"
+        )
     return WeightSpec(dtype_name(tensor), shape, stride, sha256="")
 
 

@@ -39,7 +39,8 @@ Weights = Mapping[str, tuple[str, torch.Tensor]]
 
 
 def add_program(contents: Contents, name: str, entry: Module | Function | Grad) -> tuple[EntrySpec, Check]:
-    """Return the manifest's description of ``entry`` and its check. Graphs, weights and libraries go to ``contents``."""
+    """Return the manifest's description of ``entry`` and its check. Graphs, weights and libraries go to
+    ``contents``."""
     fn = entry.module if isinstance(entry, Module) else entry.fn
     program = fn if isinstance(fn, nn.Module) else program_module.FunctionModule(fn)
     signature = program.forward if isinstance(fn, nn.Module) else fn
@@ -54,7 +55,10 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
     def entry_of(*variants: VariantSpec) -> EntrySpec:
         spec = EntrySpec(
             kind="function" if isinstance(entry, Function) else "module",
-            state=tuple(StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent) for n, t in state.items()),
+            state=tuple(
+                StateSpec(n, weights[n][0], isinstance(t, nn.Parameter), t.requires_grad, n in persistent)
+                for n, t in state.items()
+            ),
             variants=variants,
             modules=tuple(n for n, _ in program.named_modules(remove_duplicate=False) if n),
             training=program.training,
@@ -77,9 +81,15 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
             names=functools.partial(_names, entry, variant, program, signature),
         ) as (example, targets, joint):
             prefix = f"{name}.{i}"
-            submodules = tuple(n for n, m in program.named_modules(remove_duplicate=False) if n and mode and m.training != (mode == "train"))
+            submodules = tuple(
+                n
+                for n, m in program.named_modules(remove_duplicate=False)
+                if n and mode and m.training != (mode == "train")
+            )
             if not isinstance(entry, Grad):
-                candidates = _module_candidates(contents, prefix, entry, program, state, example, joint, weights, submodules)
+                candidates = _module_candidates(
+                    contents, prefix, entry, program, state, example, joint, weights, submodules
+                )
             else:
                 wrt = tuple(_by_number(targets or [], joint, weights))
                 candidates = [_grad_candidate(name, prefix, entry, example, joint, weights, wrt, submodules)]
@@ -87,7 +97,9 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
             check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, reduced_precision)
             label = f"{name} variant {i}" if len(pending) > 1 else name
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, check_case.wrt), example)
-            case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint)
+            case = tuning.Case(
+                subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint
+            )
             choice = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
             variants.append(choice.spec())
             unserved = unserved_sizes(variants[-1], joint.sizes, program, example)
@@ -95,14 +107,22 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
             examples.append(example)
             cases.append(check_case)
 
-    def check(load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored, zero: SymbolSpec | None) -> Verdict:
+    def check(
+        load: Callable[[], Package], i: int, spec: VariantSpec, stored: Stored, zero: SymbolSpec | None
+    ) -> Verdict:
         with source_location.errors_located(program, examples[i].args, examples[i].kwargs):
             return eager_check.check(load, name, i, spec, cases[i], sizes_to_check(spec, examples[i], zero), stored)
 
     return entry_of(*variants), check
 
 
-def _names(entry: Module | Function | Grad, variant: Variant, program: nn.Module, signature: Callable[..., Any], example: Example) -> Names | None:
+def _names(
+    entry: Module | Function | Grad,
+    variant: Variant,
+    program: nn.Module,
+    signature: Callable[..., Any],
+    example: Example,
+) -> Names | None:
     """Return the differentiated names; None for all tensors that require a gradient."""
     if isinstance(entry, Grad):
         by_default = "parameters" if entry.fn is program else "inputs"
@@ -137,10 +157,14 @@ def _grad_candidate(
     submodules: tuple[str, ...],
 ) -> tuning.Candidate:
     if not entry.has_aux and joint.out_tree.kind != "tensor":
-        raise ExportError(f"{entry_name}: expected a loss, got {describe(joint.out_tree)}. If the loss comes first, say has_aux=True")
+        raise ExportError(
+            f"{entry_name}: expected a loss, got {describe(joint.out_tree)}. If the loss comes first, say has_aux=True"
+        )
     partitions = partition.split_grad(joint, prefix, weights, wrt)
     return tuning.Candidate(
-        "whole", partitions.graphs, lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=submodules)
+        "whole",
+        partitions.graphs,
+        lambda: dataclasses.replace(variant_spec(example.mode, joint, partitions), set_apart=submodules),
     )
 
 
@@ -155,14 +179,21 @@ def _module_candidates(
     weights: Weights,
     submodules: tuple[str, ...],
 ) -> list[tuning.Candidate]:
-    """Return one candidate per partitioner: the forward, the backward and its derivatives up to ``entry.order``, split into graphs."""
-    higher = _higher_orders(entry.order if isinstance(entry, Module) else 1, program, (example.args, example.kwargs), joint, weights)
+    """Return one candidate per partitioner: the forward, the backward and its derivatives up to ``entry.order``, split
+    into graphs."""
+    higher = _higher_orders(
+        entry.order if isinstance(entry, Module) else 1, program, (example.args, example.kwargs), joint, weights
+    )
     unreached = () if joint.differentiable else requiring_gradients(state, example)
 
     def candidate(partitioner: str) -> tuning.Candidate:
-        partitions = partition.split_module(joint, prefix, weights, forward_only=example.mode == "eval", partitioner=partitioner)
+        partitions = partition.split_module(
+            joint, prefix, weights, forward_only=example.mode == "eval", partitioner=partitioner
+        )
         partitions_of_higher = [
-            partition.split_module(grad.joint, f"{prefix}.order{order}", weights, forward_only=False, partitioner=partitioner)
+            partition.split_module(
+                grad.joint, f"{prefix}.order{order}", weights, forward_only=False, partitioner=partitioner
+            )
             for order, grad in enumerate(higher, start=2)
         ]
 
@@ -170,16 +201,25 @@ def _module_candidates(
             double: VariantSpec | None = None
             for grad, own_partitions in reversed(list(zip(higher, partitions_of_higher, strict=True))):
                 double = dataclasses.replace(
-                    variant_spec(example.mode, grad.joint, own_partitions), gives=grad.gives, random=grad.random, double=double
+                    variant_spec(example.mode, grad.joint, own_partitions),
+                    gives=grad.gives,
+                    random=grad.random,
+                    double=double,
                 )
-            return dataclasses.replace(variant_spec(example.mode, joint, partitions), double=double, unreached=unreached, set_apart=submodules)
+            return dataclasses.replace(
+                variant_spec(example.mode, joint, partitions), double=double, unreached=unreached, set_apart=submodules
+            )
 
-        return tuning.Candidate(partitioner, [graph for part in (partitions, *partitions_of_higher) for graph in part.graphs], spec)
+        return tuning.Candidate(
+            partitioner, [graph for part in (partitions, *partitions_of_higher) for graph in part.graphs], spec
+        )
 
     return tuning.partitioned(candidate, example, contents.device, contents.tune)
 
 
-def _higher_orders(order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights) -> list[higher_order.Differentiated]:
+def _higher_orders(
+    order: int, program: nn.Module, arguments: Any, joint: Joint, weights: Weights
+) -> list[higher_order.Differentiated]:
     """Return the gradients as separate programs, as long as they can be differentiated again, at most ``order - 1``."""
     out: list[higher_order.Differentiated] = []
     while len(out) < order - 1 and joint.has_backward:
@@ -192,7 +232,11 @@ def _compile(contents: Contents, prefix: str, joint: Joint, graphs: Sequence[Gra
     before = _known_sizes(joint)
     contents.compile(graphs, joint)
     if (after := _known_sizes(joint)) != before:
-        fixed = [s.label for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True) if symbol in after.keys() - before.keys()]
+        fixed = [
+            s.label
+            for s, symbol in zip(joint.sizes.symbols, joint.sizes.names, strict=True)
+            if symbol in after.keys() - before.keys()
+        ]
         raise ExportError(
             f"{prefix}: the compiler fixed {' and '.join(fixed) or 'a size'}, which is declared dynamic; make it static, or report the model"
         )

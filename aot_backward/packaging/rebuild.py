@@ -1,7 +1,7 @@
 """Compile a package's graphs again, for this torch or another target, without the model's source.
 
-The new code is compared with eager's operators, which run the portable graph of each library on the same tensors. If the package stores example
-inputs, it is also compared with eager's outputs and gradients from the export.
+The new code is compared with eager's operators, which run the portable graph of each library on the same tensors. If
+the package stores example inputs, it is also compared with eager's outputs and gradients from the export.
 """
 
 from __future__ import annotations
@@ -90,18 +90,27 @@ def rebuild(
     _refuse_other_autocast(archive.manifest, captured_for or archive.manifest.target.device, names[0])
     if missing := sorted(name for name, spec in archive.manifest.libraries.items() if not spec.graph):
         note = archive.manifest.notes.get(f"no portable graph of {missing[0]}", "")
-        raise ExportError(f"{source} has no portable graph of {missing[0]}{note and f' ({note})'}; export it again from the model's source")
+        raise ExportError(
+            f"{source} has no portable graph of {missing[0]}{note and f' ({note})'}; export it again from the model's source"
+        )
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder:
         rebuilt = RebuiltGraphs(archive, names, Path(folder), progress)
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):  # the graphs already contain the casts
+        # The graphs already contain the casts
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             rebuilt.compile()
             examples = _stored_examples(rebuilt)
             manifest = _check(rebuilt, _manifest(rebuilt), examples)
         weights = rebuilt.stored_weights()
         write = partial(write_package, artifacts=rebuilt.artifacts, weights=weights, examples=examples)
-        manifest = with_standalone(manifest, rebuilt.artifacts, weights, examples, Path(folder), required=False, progress=progress)
+        manifest = with_standalone(
+            manifest, rebuilt.artifacts, weights, examples, Path(folder), required=False, progress=progress
+        )
         progress("write", 0, 1)
-        graphs = {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()} if with_graphs else {}
+        graphs = (
+            {name: archive.read_member(spec.graph) for name, spec in archive.manifest.libraries.items()}
+            if with_graphs
+            else {}
+        )
         write(path, manifest, graphs=graphs)
         progress("write", 1, 1)
     return path
@@ -119,7 +128,8 @@ def check_target(target: str) -> None:
 
 
 def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None:
-    """Raise if graphs with autocast move to another device: their casts follow ``device``, and each device casts other operators."""
+    """Raise if graphs with autocast move to another device: their casts follow ``device``, and each device casts other
+    operators."""
     device_type = target.partition(":")[0]
     if device_type == device:
         return
@@ -133,8 +143,8 @@ def _refuse_other_autocast(manifest: Manifest, device: str, target: str) -> None
 
 
 def _target_name(target: Target) -> str:
-    """Return the name that requests ``target``; packages of format 1.3 and older do not store it. Graphs for a GPU are cross-compiled for its
-    architecture even if it is present, because they are read on the CPU."""
+    """Return the name that requests ``target``; packages of format 1.3 and older do not store it. Graphs for a GPU are
+    cross-compiled for its architecture even if it is present, because they are read on the CPU."""
     return f"cuda:{target.cuda_arch}" if target.device == "cuda" else target.name or target.device
 
 
@@ -146,7 +156,11 @@ def _stored_examples(rebuilt: RebuiltGraphs) -> dict[str, torch.Tensor]:
     for name, entry in manifest.entries.items():
         for i, variant in enumerate(entry.variants):
             plans = [getattr(variant, role) for role in ROLES]
-            if any(graph_check.consumes_rng(rebuilt.graphs[p.call.library]) for p in plans if p is not None and p.call is not None):
+            if any(
+                graph_check.consumes_rng(rebuilt.graphs[p.call.library])
+                for p in plans
+                if p is not None and p.call is not None
+            ):
                 stored = {key: tensor for key, tensor in stored.items() if not key.startswith(f"{name}/{i}/")}
     return stored
 
@@ -164,7 +178,10 @@ def _manifest(rebuilt: RebuiltGraphs) -> Manifest:
         torch=torch.__version__,
         target=rebuilt.specs[0],
         targets=rebuilt.specs[1:],
-        entries={name: dataclasses.replace(on_device(entry, device), standalone="", standalones=()) for name, entry in rebuilt.entries.items()},
+        entries={
+            name: dataclasses.replace(on_device(entry, device), standalone="", standalones=())
+            for name, entry in rebuilt.entries.items()
+        },
         libraries={name: on_device(library, device) for name, library in rebuilt.libraries().items()},
         members={},
         created=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -185,27 +202,36 @@ def _check(rebuilt: RebuiltGraphs, manifest: Manifest, examples: Mapping[str, to
         variants = tuple(with_verdicts(v, (name, i)) for i, v in enumerate(entry.variants))
         structures = []
         for structure in entry.structures:
-            checked_variants = tuple(with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants))
+            checked_variants = tuple(
+                with_verdicts(v, (name, structure.fingerprint, i)) for i, v in enumerate(structure.variants)
+            )
             structures.append(dataclasses.replace(structure, variants=checked_variants))
         updates = tuple(with_verdicts(u, (name, u.library)) for u in entry.updates)
         clippings = tuple(with_verdicts(c, (name, c.library)) for c in entry.clippings)
-        entries[name] = dataclasses.replace(entry, variants=variants, structures=tuple(structures), updates=updates, clippings=clippings)
+        entries[name] = dataclasses.replace(
+            entry, variants=variants, structures=tuple(structures), updates=updates, clippings=clippings
+        )
     return dataclasses.replace(manifest, entries=entries)
 
 
 def _verdicts(
     rebuilt: RebuiltGraphs, manifest: Manifest, number: int, examples: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """Yield the verdict of each variant for target ``number``, by (entry, variant), (entry, fingerprint, variant) or (entry, library)."""
+    """Yield the verdict of each variant for target ``number``, by (entry, variant), (entry, fingerprint, variant) or
+    (entry, library)."""
     blank = (Verdict("not run"),) * (len(rebuilt.specs) - 1)
-    manifest = dataclasses.replace(manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()})
+    manifest = dataclasses.replace(
+        manifest, entries={n: _without_verdicts(e, blank) for n, e in manifest.entries.items()}
+    )
     reason = why_incompatible(manifest, number) or ("" if rebuilt.complete else "the package has no weights")
     view, paths, weights, graphs = seen_as(manifest, number), rebuilt.paths(number), rebuilt.weights, rebuilt.graphs
     for name, entry in view.entries.items():
         total = len(entry.variants)
         for i in range(total):
             rebuilt.progress(f"check {name}", i, total)
-            skip_reason = reason or ("" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs")
+            skip_reason = reason or (
+                "" if any(k.startswith(f"{name}/{i}/") for k in examples) else "the package stores no example inputs"
+            )
             if skip_reason:
                 verdict = Verdict(f"not run: {skip_reason}")
             else:
@@ -214,17 +240,28 @@ def _verdicts(
         rebuilt.progress(f"check {name}", total, total)
         for structure in entry.structures:
             for i, variant in enumerate(structure.variants):
-                verdict = Verdict(f"not run: {reason}") if reason else graph_check.check_pass(view, variant, paths, weights, graphs)
+                verdict = (
+                    Verdict(f"not run: {reason}")
+                    if reason
+                    else graph_check.check_pass(view, variant, paths, weights, graphs)
+                )
                 yield (name, structure.fingerprint, i), verdict
         for update in entry.updates:
-            yield (name, update.library), Verdict(f"not run: {reason}") if reason else graph_check.check_update(view, update, paths, graphs)
+            yield (
+                (name, update.library),
+                Verdict(f"not run: {reason}") if reason else graph_check.check_update(view, update, paths, graphs),
+            )
         for clipping in entry.clippings:
-            yield (name, clipping.library), Verdict(f"not run: {reason}") if reason else graph_check.check_clipping(view, clipping, paths, graphs)
+            yield (
+                (name, clipping.library),
+                Verdict(f"not run: {reason}") if reason else graph_check.check_clipping(view, clipping, paths, graphs),
+            )
 
 
 def _without_verdicts(entry: EntrySpec, verdicts: tuple[Verdict, ...]) -> EntrySpec:
     structures = tuple(
-        dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in s.variants)) for s in entry.structures
+        dataclasses.replace(s, variants=tuple(dataclasses.replace(v, verdicts=verdicts) for v in s.variants))
+        for s in entry.structures
     )
     variants = tuple(dataclasses.replace(v, verdicts=verdicts) for v in entry.variants)
     updates = tuple(dataclasses.replace(u, verdicts=verdicts) for u in entry.updates)

@@ -16,7 +16,16 @@ from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress
 from aot_backward_runtime.errors import ExportError, PackageError
-from aot_backward_runtime.format.manifest import Ambient, EntrySpec, LibrarySpec, PassSpec, SymbolSpec, TensorSpec, VariantSpec, Verdict
+from aot_backward_runtime.format.manifest import (
+    Ambient,
+    EntrySpec,
+    LibrarySpec,
+    PassSpec,
+    SymbolSpec,
+    TensorSpec,
+    VariantSpec,
+    Verdict,
+)
 from aot_backward_runtime.native.plan import ROLES
 from aot_backward_runtime.native.weights import filled, load_weights
 from aot_backward_runtime.package.archive import Archive
@@ -61,7 +70,9 @@ class RebuiltGraphs:
         """Return the manifest's description of each graph."""
         if unused := [name for name in self.archive.manifest.libraries if name not in self.graphs]:
             raise PackageError(f"no entry uses the library {unused[0]}: the package is incomplete")
-        return {name: library_spec(self.graphs[name], *self._artifacts(name)) for name in self.archive.manifest.libraries}
+        return {
+            name: library_spec(self.graphs[name], *self._artifacts(name)) for name in self.archive.manifest.libraries
+        }
 
     def paths(self, number: int) -> dict[str, Path]:
         """Return the libraries for target ``number``, by the graph's name."""
@@ -76,10 +87,13 @@ class RebuiltGraphs:
             update = entry.step.update if entry.step is not None else None
             libraries = [update.call.library] if update is not None and update.call is not None else []
             variants = [self._variant(v, libraries if v is first else []) for v in entry.variants]
-            structures = [dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures]
+            structures = [
+                dataclasses.replace(s, variants=tuple(self._pass(v) for v in s.variants)) for s in entry.structures
+            ]
             for spec in entry.in_place:
                 self._compile([spec.library], _STATIC)
-            updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)  # the speed was measured with other code
+            # The speed was measured with other code
+            updates = tuple(dataclasses.replace(u, speed=None) for u in entry.updates)
             clippings = tuple(dataclasses.replace(c, speed=None) for c in entry.clippings)
             self.entries[name] = dataclasses.replace(
                 entry, variants=tuple(variants), structures=tuple(structures), updates=updates, clippings=clippings
@@ -93,7 +107,9 @@ class RebuiltGraphs:
         return dataclasses.replace(variant, **assumptions, double=double)
 
     def _pass(self, variant: PassSpec) -> PassSpec:
-        return dataclasses.replace(variant, **self._compile([s.library for s in variant.segments if s.library], variant))
+        return dataclasses.replace(
+            variant, **self._compile([s.library for s in variant.segments if s.library], variant)
+        )
 
     def _compile(self, names: Sequence[str], variant: VariantSpec | PassSpec) -> dict[str, Any]:
         """Compile the libraries of one variant. Return its symbols and guards, with the compiler's additions."""
@@ -101,14 +117,18 @@ class RebuiltGraphs:
         names = [name for name in dict.fromkeys(names) if name not in self.graphs]
         if not names:  # a program that only returns its inputs
             return {"symbols": variant.symbols, "guards": variant.guards}
-        forms = {name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names}
+        forms = {
+            name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names
+        }
         hints: dict[str, int] = {}
         for name, form in forms.items():
             sizes = form.get("sizes")
             if not isinstance(sizes, dict):
                 raise PackageError(f"the portable graph {name} lacks the example's sizes")
             if mismatches := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
-                raise PackageError(f"the portable graph {name} was traced with another value of {mismatches[0]} than the other graphs of its variant")
+                raise PackageError(
+                    f"the portable graph {name} was traced with another value of {mismatches[0]} than the other graphs of its variant"
+                )
         try:
             world, graphs = self._read(variant, forms, hints, oblivious=True)
         except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
@@ -119,25 +139,38 @@ class RebuiltGraphs:
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
-            artifacts = compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress) if graphs else {}
+            artifacts = (
+                compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress)
+                if graphs
+                else {}
+            )
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
         self.graphs |= {graph.name: graph for graph in graphs}
         if any(expression_of(size) != expressions[symbol] for symbol, size in world.carried.items()):
-            raise ExportError(f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package")
+            raise ExportError(
+                f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package"
+            )
         assumptions = _assumed(variant, world)
         for before, after in zip(variant.symbols, assumptions["symbols"], strict=True):
             if (before.minimum, before.maximum) != (after.minimum, after.maximum):
                 top = "" if after.maximum is None else f" to {after.maximum}"
-                self.narrowed.append(f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum}{top}")
+                self.narrowed.append(
+                    f"{names[0] if names else 'a variant'}: {before.label} is now from {after.minimum}{top}"
+                )
         if new_guards := assumptions["guards"][len(variant.guards) :]:
             self.narrowed.append(f"{names[0]}: only if {' and '.join(new_guards)}")
         return assumptions
 
     def _read(
-        self, variant: VariantSpec | PassSpec, forms: Mapping[str, Mapping[str, Any]], hints: Mapping[str, int], *, oblivious: bool
+        self,
+        variant: VariantSpec | PassSpec,
+        forms: Mapping[str, Mapping[str, Any]],
+        hints: Mapping[str, int],
+        *,
+        oblivious: bool,
     ) -> tuple[RestoredShapes, list[Graph]]:
-        """Read the graphs of one variant into a new shape environment, on the CPU, where they were captured; the exporter moves them to the target.
-        ``oblivious``: no size is compared with 0 or 1, as at export."""
+        """Read the graphs of one variant into a new shape environment, on the CPU, where they were captured; the
+        exporter moves them to the target. ``oblivious``: no size is compared with 0 or 1, as at export."""
         world = restored_shapes(variant.symbols, variant.guards, hints)
         graphs = []
         with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
@@ -155,7 +188,9 @@ def on_device(value: Any, device: str) -> Any:
     if isinstance(value, tuple):
         return tuple(on_device(v, device) for v in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)})
+        return dataclasses.replace(
+            value, **{f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        )
     return value
 
 

@@ -49,8 +49,9 @@ def with_standalone(
     required: bool,
     progress: Progress,
 ) -> Manifest:
-    """Return ``manifest`` with the verdict of each entry for each target that can be checked here. The other arguments are those of
-    :func:`.package_writer.write_package`. ``required``: raise :class:`ExportError` if an entry does not run without PyTorch."""
+    """Return ``manifest`` with the verdict of each entry for each target that can be checked here. The other arguments
+    are those of :func:`.package_writer.write_package`. ``required``: raise :class:`ExportError` if an entry does not
+    run without PyTorch."""
     candidates = {name: entry for name, entry in manifest.entries.items() if entry.kind != "replay"}
     if not candidates or manifest.target.device != "cpu" or not manifest.has_weights or not standalone.is_installed():
         return manifest
@@ -59,17 +60,28 @@ def with_standalone(
     for number, target in enumerate(all_targets):
         progress("check without PyTorch", number, len(all_targets))
         stems = {name: stem_of(name, target if number else None) for name in manifest.libraries}
-        write = partial(write_package, artifacts={name: artifacts[stem] for name, stem in stems.items()}, weights=weights, examples=examples)
+        write = partial(
+            write_package,
+            artifacts={name: artifacts[stem] for name, stem in stems.items()},
+            weights=weights,
+            examples=examples,
+        )
         libraries = {name: artifacts[stem].library for name, stem in stems.items()}
         not_run = emulated.why_not(target)
-        for name, verdict in _verdicts(seen_as(manifest, number), candidates, write, libraries, examples, folder, not_run):
+        for name, verdict in _verdicts(
+            seen_as(manifest, number), candidates, write, libraries, examples, folder, not_run
+        ):
             verdicts[name].append(verdict)
             if required and verdict not in {standalone.VERIFIED, not_run} - {""}:
                 label = f" for {target.label}" if len(all_targets) > 1 else ""
-                raise ExportError(f"entry {name!r} {verdict or _UNTRIED}{label}: this does not run without PyTorch; nothing was written")
+                raise ExportError(
+                    f"entry {name!r} {verdict or _UNTRIED}{label}: this does not run without PyTorch; nothing was written"
+                )
     progress("check without PyTorch", len(all_targets), len(all_targets))
     entries = {
-        name: dataclasses.replace(entry, standalone=verdicts[name][0], standalones=tuple(verdicts[name][1:])) if name in verdicts else entry
+        name: dataclasses.replace(entry, standalone=verdicts[name][0], standalones=tuple(verdicts[name][1:]))
+        if name in verdicts
+        else entry
         for name, entry in manifest.entries.items()
     }
     return dataclasses.replace(manifest, entries=entries)
@@ -84,7 +96,8 @@ def _verdicts(
     folder: Path,
     not_run: str,
 ) -> Iterator[tuple[str, str]]:
-    """Yield each entry's verdict for a package of one target. ``libraries``: its compiled graphs. ``not_run``: why they cannot run here, or ""."""
+    """Yield each entry's verdict for a package of one target. ``libraries``: its compiled graphs. ``not_run``: why they
+    cannot run here, or ""."""
     path = folder / "standalone.pt2"
     for name, entry in entries.items():
         names = _libraries(entry)

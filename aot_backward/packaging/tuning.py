@@ -1,8 +1,9 @@
 """Choose how a variant is compiled: compile each candidate, compare it with eager, time it and ship the fastest.
 
-Candidates of a ``module`` entry are torch's partitioners. On a CPU ``default`` is nearly always faster: the recomputation of ``min_cut`` in the
-backward costs more than reading the tensors back. So both are tried only if ``default`` saves much more memory for the backward. A ``grad`` or
-``step`` entry is one graph without a partition: it is only timed against eager.
+Candidates of a ``module`` entry are torch's partitioners. On a CPU ``default`` is nearly always faster: the
+recomputation of ``min_cut`` in the backward costs more than reading the tensors back. So both are tried only if
+``default`` saves much more memory for the backward. A ``grad`` or ``step`` entry is one graph without a partition: it
+is only timed against eager.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ SECONDS = 0.3
 """Seconds for timing one variant at each of its sizes: bounds what timing adds to an export. A guess."""
 
 TIE = 0.97
-"""A candidate that needs more than this fraction of another's time counts as equally fast. Among equally fast candidates, the one that saves less
-memory is shipped. A variant is reported as slower only if its time exceeds eager's divided by this. A guess."""
+"""A candidate that needs more than this fraction of another's time counts as equally fast. Among equally fast
+candidates, the one that saves less memory is shipped. A variant is reported as slower only if its time exceeds eager's
+divided by this. A guess."""
 
-_TIMES_LARGER = 40  # a larger size is timed only if the slowest call at the smaller one took less than 1 / 40 of SECONDS; a guess
+# A larger size is timed only if the slowest call at the smaller one took less than 1 / 40 of SECONDS; a guess
+_TIMES_LARGER = 40
 _MUCH = 4 << 20  # bytes saved for the backward; fewer stay in a processor's caches; a guess
-_MORE = 1.5  # ratio to the bytes that the other candidate saves; both candidates are tried only above these two limits; a guess
+# Ratio to the bytes that the other candidate saves; both candidates are tried only above these two limits; a guess
+_MORE = 1.5
 
 
 def tune_of(value: str | None) -> str:
@@ -61,7 +65,8 @@ def tune_of(value: str | None) -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A variant compiled in one way. ``spec`` returns its :class:`VariantSpec`; call it again after compiling, which may add guards."""
+    """A variant compiled in one way. ``spec`` returns its :class:`VariantSpec`; call it again after compiling, which
+    may add guards."""
 
     name: str
     graphs: Sequence[Graph]
@@ -81,8 +86,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """A variant to compile. ``entry_of`` builds the manifest entry with this variant alone. ``is_right`` tells whether the loaded entry agrees with
-    eager on the example, within eager's own error; the shipped variant is compared thoroughly later."""
+    """A variant to compile. ``entry_of`` builds the manifest entry with this variant alone. ``is_right`` tells whether
+    the loaded entry agrees with eager on the example, within eager's own error; the shipped variant is compared
+    thoroughly later."""
 
     subject: Subject
     entry_of: Callable[[VariantSpec], EntrySpec]
@@ -91,7 +97,8 @@ class Case:
 
 
 def partitioned(candidate: Callable[[str], Candidate], example: Example, device: str, tune: str) -> list[Candidate]:
-    """Return the candidates to try, the usual partitioner's first. ``candidate`` builds the variant for a partitioner."""
+    """Return the candidates to try, the usual partitioner's first. ``candidate`` builds the variant for a
+    partitioner."""
     usual, other = partitioners(device)
     out = [candidate(usual)]
     if tune == "none" or out[0].spec().backward is None:
@@ -111,11 +118,16 @@ def _saved_bytes(candidate: Candidate, example: Example) -> int:
     values = Contract(spec.inputs, spec.symbols, spec.guards).solve(example.tensors)
     outputs = next(g for g in candidate.graphs if g.name == spec.forward.call.library).outputs
     places = {int(index) for kind, _, index in (s.partition(":") for s in spec.forward.saved) if kind == "result"}
-    return sum(math.prod(evaluate(n, values) for n in outputs[i].shape) * dtype_of(outputs[i].dtype).itemsize for i in places)
+    return sum(
+        math.prod(evaluate(n, values) for n in outputs[i].shape) * dtype_of(outputs[i].dtype).itemsize for i in places
+    )
 
 
-def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], compile: Callable[[Sequence[Graph]], None]) -> Candidate:
-    """Return the candidate to ship, compiled for every target of ``contents``. Its ``speed`` holds the measurements, if there are any.
+def choose(
+    contents: Contents, case: Case, candidates: Sequence[Candidate], compile: Callable[[Sequence[Graph]], None]
+) -> Candidate:
+    """Return the candidate to ship, compiled for every target of ``contents``. Its ``speed`` holds the measurements, if
+    there are any.
 
     ``compile`` puts graphs and their libraries into ``contents`` and replaces any of the same names."""
     before, marks, packages = contents.mark(), {}, dict[str, Package]()
@@ -128,12 +140,15 @@ def choose(contents: Contents, case: Case, candidates: Sequence[Candidate], comp
         try:
             compile(candidate.graphs)
         except ExportError as error:
-            if initial_spec is None or candidates[0].spec() != initial_spec:  # a size is narrower now, for all candidates
+            # A size is narrower now, for all candidates
+            if initial_spec is None or candidates[0].spec() != initial_spec:
                 raise
             log.info("%s, partitioned by %s, cannot be compiled: %s", subject.label, candidate.name, error)
             continue
         marks[candidate.name] = contents.mark()
-        package = contents.package_of(subject.entry, case.entry_of(candidate.spec())) if contents.tune != "none" else None
+        package = (
+            contents.package_of(subject.entry, case.entry_of(candidate.spec())) if contents.tune != "none" else None
+        )
         if package is not None and (len(candidates) == 1 or case.is_right(package, candidate.spec())):
             packages[candidate.name] = package
     by_name = {c.name: c for c in candidates}
@@ -158,9 +173,11 @@ def measure(
     saved: Mapping[str, int],
     profiled: Callable[[str], tuple[Package | None, Sequence[Graph]]],
 ) -> Speed | None:
-    """Time the subject in each of ``packages`` (by candidate) and in eager. Return None if no size could be timed: the self-check reports why.
+    """Time the subject in each of ``packages`` (by candidate) and in eager. Return None if no size could be timed: the
+    self-check reports why.
 
-    ``saved``: bytes, by candidate. ``profiled`` returns a candidate's package that reports its kernels, and its graphs."""
+    ``saved``: bytes, by candidate. ``profiled`` returns a candidate's package that reports its kernels, and its
+    graphs."""
     stage = f"time {subject.label} beside eager, about {SECONDS:g} s at each size"
     contents.progress(stage, 0, 1)
     package = next(iter(packages.values()))
@@ -182,7 +199,10 @@ def measure(
     ties = [n for n in packages if min(total.values()) > TIE * total[n]]
     measurement = Speed(
         chosen=min(ties, key=lambda n: (saved[n], total[n])),
-        timings=(Timing(speed.EAGER, tuple(times[speed.EAGER])), *(Timing(n, tuple(times[n]), saved[n]) for n in packages)),
+        timings=(
+            Timing(speed.EAGER, tuple(times[speed.EAGER])),
+            *(Timing(n, tuple(times[n]), saved[n]) for n in packages),
+        ),
         sizes=tuple(sized.label for sized in sizes),
         threads=threads,
         processor=processor_name(),
@@ -193,10 +213,13 @@ def measure(
     )
     worst = max(range(len(sizes)), key=lambda i: measurement.ratios[i])
     if TIE * measurement.ratios[worst] > 1 and package.device.type == "cpu":
-        with contextlib.suppress(Exception), stopwatch.on_free_processors():  # a failed profile does not affect the package
+        # A failed profile does not affect the package
+        with contextlib.suppress(Exception), stopwatch.on_free_processors():
             profiled_package, graphs = profiled(measurement.chosen)
             assert profiled_package is not None
-            slow = kernel_profile.slowest(profiled_package, subject.timed, spec, sizes[worst], times[measurement.chosen][worst], graphs)
+            slow = kernel_profile.slowest(
+                profiled_package, subject.timed, spec, sizes[worst], times[measurement.chosen][worst], graphs
+            )
             measurement = dataclasses.replace(measurement, slow=tuple(slow))
     contents.progress(stage, 1, 1)
     return measurement
@@ -209,7 +232,13 @@ def say_slower(manifest: Manifest) -> None:
             if variant.speed is not None and (details := "; ".join(_slower(variant.speed))):
                 label = f"{name}{f' variant {number}' if len(entry.variants) > 1 else ''}"
                 busy = f" (on a busy machine: {variant.speed.others} other threads ran)" if variant.speed.others else ""
-                log.warning("%s is slower than eager%s: %s%s", label, busy, details, "".join(f"; {line}" for line in variant.speed.slow))
+                log.warning(
+                    "%s is slower than eager%s: %s%s",
+                    label,
+                    busy,
+                    details,
+                    "".join(f"; {line}" for line in variant.speed.slow),
+                )
 
 
 def _slower(measurement: Speed) -> Iterator[str]:

@@ -42,11 +42,11 @@ def captured_variant(
     signature: Callable[..., Any],
     names: Callable[[Example], Names | None],
 ) -> Iterator[tuple[Example, Names | None, Joint]]:
-    """Yield the example inputs of a variant, the differentiated names and the joint graph. Inside, ``module`` is in ``mode``, only the differentiated
-    tensors require a gradient, and errors name the caller's line.
+    """Yield the example inputs of a variant, the differentiated names and the joint graph. Inside, ``module`` is in
+    ``mode``, only the differentiated tensors require a gradient, and errors name the caller's line.
 
-    ``name`` and ``kind`` are the entry's. ``place``: the variant's number, and the number of variants. ``names`` returns the differentiated names for
-    the example; None means all tensors that require a gradient."""
+    ``name`` and ``kind`` are the entry's. ``place``: the variant's number, and the number of variants. ``names``
+    returns the differentiated names for the example; None means all tensors that require a gradient."""
     number, total = place
     stage = f"capture {name}"
     contents.progress(stage, number, total)
@@ -75,7 +75,8 @@ def captured_variant(
 
 
 _MOST_FURTHER = 8
-"""How many variants :func:`add_further_variants` adds to an entry at most. Each costs an export, and with several sizes their number multiplies."""
+"""How many variants :func:`add_further_variants` adds to an entry at most. Each costs an export, and with several sizes
+their number multiplies."""
 
 
 def add_further_variants(
@@ -87,7 +88,8 @@ def add_further_variants(
     unserved: Sequence[Unserved],
     signature: Callable[..., Any],
 ) -> None:
-    """Append to ``variants`` one for each of the sizes that ``variants[number]`` does not serve, with that size fixed, unless it is among them.
+    """Append to ``variants`` one for each of the sizes that ``variants[number]`` does not serve, with that size fixed,
+    unless it is among them.
 
     ``given``: how many of ``variants`` are the caller's. Raise :class:`ExportError` if there would be too many."""
     variant = variants[number]
@@ -112,10 +114,13 @@ def _covers(variant: Variant, new: Variant) -> bool:
 
 
 def _prepare_example(variant: Variant, signature: Callable[..., Any], mode: str, device: str) -> Example:
-    """Return the example inputs as new leaves, in ``mode``. If the code is for a GPU (``device`` "cuda"), move 0-d CPU tensors there, which eager
-    accepts with GPU tensors: compiled code would read them on the host, and a captured graph would never read them again."""
+    """Return the example inputs as new leaves, in ``mode``. If the code is for a GPU (``device`` "cuda"), move 0-d CPU
+    tensors there, which eager accepts with GPU tensors: compiled code would read them on the host, and a captured graph
+    would never read them again."""
     if not isinstance(variant.args, tuple):
-        raise ExportError(f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)")
+        raise ExportError(
+            f"args is a {type(variant.args).__name__}; expected a tuple of the positional arguments, args=(x,)"
+        )
     if variant.kwargs is not None and not isinstance(variant.kwargs, Mapping):
         raise ExportError(f"kwargs is a {type(variant.kwargs).__name__}; expected a dict of the arguments by name")
     kwargs = dict(variant.kwargs or {})
@@ -131,13 +136,18 @@ def _leaf(tensor: torch.Tensor, device: str) -> torch.Tensor:
     plain = tensor.detach()
     if device == "cuda" and plain.device.type == "cpu" and plain.dim() == 0 and not tensor.requires_grad:
         plain = plain.cuda()
-    if plain.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)):
+    if plain.layout is torch.strided and any(
+        s == 0 and n > 1 for n, s in zip(plain.shape, plain.stride(), strict=True)
+    ):
         plain = plain.contiguous()  # an expanded tensor repeats one element, so it cannot be written to
     return plain.requires_grad_(tensor.requires_grad)
 
 
-def resolve_names(option: str, names: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example) -> Names:
-    """Resolve the names in ``option`` ("wrt", "requires_grad") to ("parameter", name) and ("input", name), in the order asked for."""
+def resolve_names(
+    option: str, names: str | Sequence[str], program: nn.Module, signature: Callable[..., Any], example: Example
+) -> Names:
+    """Resolve the names in ``option`` ("wrt", "requires_grad") to ("parameter", name) and ("input", name), in the order
+    asked for."""
     if not isinstance(names, str | Sequence) or not all(isinstance(n, str) for n in names):
         raise ExportError(f"{option} is {names!r}; expected names of inputs and parameters, {option}=['x', 'weight']")
     inputs, _ = pytrees.input_names(signature, example.args, example.kwargs)
@@ -149,19 +159,35 @@ def resolve_names(option: str, names: str | Sequence[str], program: nn.Module, s
     out: Names = []
     for name in [names] if isinstance(names, str) else names:
         if name in ("parameters", "inputs"):
-            matches = [("parameter", n) for n in trained_names] if name == "parameters" else [("input", n) for n in floating]
+            matches = (
+                [("parameter", n) for n in trained_names] if name == "parameters" else [("input", n) for n in floating]
+            )
             if not matches:
-                expected = "parameter that requires a gradient" if name == "parameters" else "floating-point or complex input"
+                expected = (
+                    "parameter that requires a gradient" if name == "parameters" else "floating-point or complex input"
+                )
                 raise ExportError(f"{option}={name!r}: expected at least one {expected}, got none")
         else:
             matches = [("input", n) for n in inputs if _lies_in(n, name)]
             if unsupported := [n for _, n in matches if n not in floating]:
-                raise ExportError(f"{option} names the input {unsupported[0]!r}, which is not a floating-point or complex tensor")
-            matches = matches or [("parameter", first[id(p)]) for n, p in program.named_parameters(remove_duplicate=False) if _lies_in(n, name)]
+                raise ExportError(
+                    f"{option} names the input {unsupported[0]!r}, which is not a floating-point or complex tensor"
+                )
+            matches = matches or [
+                ("parameter", first[id(p)])
+                for n, p in program.named_parameters(remove_duplicate=False)
+                if _lies_in(n, name)
+            ]
             if not matches:
-                groups = [(kind, ", ".join(map(repr, n))) for kind, n in (("inputs", inputs), ("parameters", list(parameters)[:20])) if n]
+                groups = [
+                    (kind, ", ".join(map(repr, n)))
+                    for kind, n in (("inputs", inputs), ("parameters", list(parameters)[:20]))
+                    if n
+                ]
                 description = " and ".join(f"the {kind} {n}" for kind, n in groups) or "neither inputs nor parameters"
-                raise ExportError(f"{option} names {name!r}, which is neither an input nor a parameter; the program has {description}")
+                raise ExportError(
+                    f"{option} names {name!r}, which is neither an input nor a parameter; the program has {description}"
+                )
         out += [f for f in matches if f not in out]
     return out
 

@@ -21,7 +21,10 @@ def variant_spec(mode: str, joint: Joint, partitions: Partitions) -> VariantSpec
         else:
             value = output.meta["val"]
         outputs.append(sizes.spec(names[i], value, joint.output_requires_grad[i]))
-    cotangents = [sizes.spec(f"the gradient of {names[i]}", v, False) for i, v in zip(joint.cotangents, joint.cotangent_values, strict=True)]
+    cotangents = [
+        sizes.spec(f"the gradient of {names[i]}", v, False)
+        for i, v in zip(joint.cotangents, joint.cotangent_values, strict=True)
+    ]
     return VariantSpec(
         mode=mode,
         in_tree=joint.in_tree,
@@ -46,13 +49,16 @@ def variant_spec(mode: str, joint: Joint, partitions: Partitions) -> VariantSpec
 
 
 def output_names(tree: Tree, flat: Sequence[int]) -> dict[int, str]:
-    """Return the name of each output tensor by its number in ``flat``, the numbers of the tensors among all results: the tensor's keys
-    ("energies", "a.b[0]"), or ``output[N]`` if it has none. If two have the same keys, their names begin with the place in the result,
-    ``output[0].a``."""
+    """Return the name of each output tensor by its number in ``flat``, the numbers of the tensors among all results:
+    the tensor's keys ("energies", "a.b[0]"), or ``output[N]`` if it has none. If two have the same keys, their names
+    begin with the place in the result, ``output[0].a``."""
     paths = {flat[number]: path for number, path in _leaves(tree, ())}
     keyed = {number: _keys(path) for number, path in paths.items()}
     counts = Counter(keyed.values())
-    return {n: f"output[{n}]" if not keys else keys if counts[keys] == 1 else f"output{_text(paths[n])}" for n, keys in keyed.items()}
+    return {
+        n: f"output[{n}]" if not keys else keys if counts[keys] == 1 else f"output{_text(paths[n])}"
+        for n, keys in keyed.items()
+    }
 
 
 def _leaves(tree: Tree, path: tuple[str | int, ...]) -> Iterator[tuple[int, tuple[str | int, ...]]]:

@@ -10,8 +10,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Contents:
-    """Additions to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name). ``untimed``: the number of
-    variants that were not timed, by reason. ``steps``: the optimizers with added steps, and the functions that clip gradients."""
+    """Additions to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name).
+    ``untimed``: the number of variants that were not timed, by reason. ``steps``: the optimizers with added steps, and
+    the functions that clip gradients."""
 
     variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
     untimed: Mapping[str, int] = field(default_factory=dict)
@@ -28,10 +29,10 @@ class Contents:
 
 @dataclass
 class Added:
-    """The outcome for recorded structures so far. ``contents``: additions to the file. ``skipped``: why passes were left out, counted. ``seldom``:
-    the number of structures that came less often than ``min_seen``. ``chosen``: the number of the others. ``settled``: fingerprints of chosen ones
-    that were compiled or left out. ``slower``: descriptions of code that was left out since eager is as fast. ``stopped``: why the rest was not
-    compiled."""
+    """The outcome for recorded structures so far. ``contents``: additions to the file. ``skipped``: why passes were
+    left out, counted. ``seldom``: the number of structures that came less often than ``min_seen``. ``chosen``: the
+    number of the others. ``settled``: fingerprints of chosen ones that were compiled or left out. ``slower``:
+    descriptions of code that was left out since eager is as fast. ``stopped``: why the rest was not compiled."""
 
     contents: Contents = field(default_factory=Contents)
     skipped: Counter[str] = field(default_factory=Counter)

@@ -51,17 +51,18 @@ def add_passes(
     served: float = 0.0,
     total: float = 0.0,
 ) -> None:
-    """Compile ``structures`` (by fingerprint) and ``steps``, and add them to the ``replay`` entry of the package at ``path``. ``added`` has the
-    outcome.
+    """Compile ``structures`` (by fingerprint) and ``steps``, and add them to the ``replay`` entry of the package at
+    ``path``. ``added`` has the outcome.
 
-    Structures with ``min_seen`` passes, or with a variant in the package, are compiled in batches, the most expensive first. Each batch is in the
-    file before the next begins. After ``time_limit`` seconds no further one begins. A :class:`KeyboardInterrupt` is raised once the checked part is
-    written; a second one, during the write, at once. ``total``: seconds of all backward passes of the script; ``served``: seconds of the passes that
-    the package served. The progress says how much of ``total`` is covered.
+    Structures with ``min_seen`` passes, or with a variant in the package, are compiled in batches, the most expensive
+    first. Each batch is in the file before the next begins. After ``time_limit`` seconds no further one begins. A
+    :class:`KeyboardInterrupt` is raised once the checked part is written; a second one, during the write, at once.
+    ``total``: seconds of all backward passes of the script; ``served``: seconds of the passes that the package served.
+    The progress says how much of ``total`` is covered.
 
-    A structure that cannot be traced or compiled, or differs from the recorded values, is left out. Passes that were timed while recording are timed
-    again (for :data:`~aot_backward.packaging.tuning.SECONDS`) unless ``tune`` is "none". Raise :class:`ExportError` if the package there is for
-    another torch or target, or cannot be written.
+    A structure that cannot be traced or compiled, or differs from the recorded values, is left out. Passes that were
+    timed while recording are timed again (for :data:`~aot_backward.packaging.tuning.SECONDS`) unless ``tune`` is
+    "none". Raise :class:`ExportError` if the package there is for another torch or target, or cannot be written.
     """
     with locked(path), tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, Interrupts() as interrupts:
         say = interrupts.watching(progress or silent)
@@ -99,7 +100,8 @@ def add_passes(
 
 
 def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
-    """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
+    """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12), 93 % of the
+    backward time``."""
     lines = list(dict.fromkeys(s.line for s in batch if s.line))
     location = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
     noun = "structure" if added.chosen == 1 else "structures"
@@ -107,10 +109,19 @@ def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> s
 
 
 class _Job:
-    """An addition to a package, in parts; the correct results of each part are written when it ends. New structures keep the order in which they were
-    met, which is the same for every recording."""
+    """An addition to a package, in parts; the correct results of each part are written when it ends. New structures
+    keep the order in which they were met, which is the same for every recording."""
 
-    def __init__(self, package: PackageUpdate, added: Added, target: str, tune: str, say: Progress, folder: Path, new: Sequence[str]):
+    def __init__(
+        self,
+        package: PackageUpdate,
+        added: Added,
+        target: str,
+        tune: str,
+        say: Progress,
+        folder: Path,
+        new: Sequence[str],
+    ):
         """``new``: fingerprints that the package does not have, in order."""
         self.package, self.added = package, added
         self._target, self._tune, self._say, self._folder = target, tune, say, folder
@@ -131,11 +142,20 @@ class _Job:
                 spec = self._checked(program, artifacts, mode)
                 if spec is not None and spec.speed is not None and not is_served(spec.speed):
                     self.added.slower.append(pass_speed.slower(program, spec.speed))
-                elif spec is not None and spec.speed is None and self._tune != "none" and not pass_speed.why_untimed(program, spec, self._target):
+                elif (
+                    spec is not None
+                    and spec.speed is None
+                    and self._tune != "none"
+                    and not pass_speed.why_untimed(program, spec, self._target)
+                ):
                     self.added.skipped[f"{_TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
                     passes.append((program, spec))
-                    untimed += [pass_speed.why_untimed(program, spec, self._target)] if spec.speed is None and self._tune != "none" else []
+                    untimed += (
+                        [pass_speed.why_untimed(program, spec, self._target)]
+                        if spec.speed is None and self._tune != "none"
+                        else []
+                    )
                 done += 1
             if passes:
                 package, contents = self._next or (self.package, self.added.contents)
@@ -148,11 +168,16 @@ class _Job:
         self.write()
 
     def compile_steps(self, observed: ObservedSteps) -> None:
-        steps = list(compile_steps(observed, self._subfolder(), self._target, self._say, self._tune, self.added.skipped))
+        steps = list(
+            compile_steps(observed, self._subfolder(), self._target, self._say, self._tune, self.added.skipped)
+        )
         self.added.slower += [slower(step.spec) for step in steps if not is_served(step.spec.speed)]
         if faster := [step for step in steps if is_served(step.spec.speed)]:
             contents = self.added.contents
-            self._next = self.package.with_steps(faster), replace(contents, steps=(*contents.steps, *(step.name for step in faster)))
+            self._next = (
+                self.package.with_steps(faster),
+                replace(contents, steps=(*contents.steps, *(step.name for step in faster))),
+            )
         self.write()
 
     def write(self) -> None:
@@ -176,13 +201,16 @@ class _Job:
         return folder
 
     def _checked(self, program: TracedProgram, artifacts: Mapping[str, Artifact], mode: Any) -> PassSpec | None:
-        """Return the program's spec, timed; None if its results differ from the recorded ones, with the reason in ``skipped``."""
+        """Return the program's spec, timed; None if its results differ from the recorded ones, with the reason in
+        ``skipped``."""
         try:
             sizes = program.shapes.package_sizes(mode.shape_env)
             _state_graphs(program, sizes)
             libraries = libraries_of(program, artifacts)
             spec = checked(program, program.spec(sizes), libraries)
-            speed = pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._tune != "none" else None
+            speed = (
+                pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._tune != "none" else None
+            )
             return replace(spec, speed=speed)
         except (ExportError, InputError, PackageError, RuntimeError) as error:  # native code raises RuntimeError
             self.added.skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1
@@ -190,14 +218,17 @@ class _Job:
 
 
 def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]) -> list[TracedProgram]:
-    """Return the programs with their graphs and segments. Skip programs with a size that the package format cannot state."""
+    """Return the programs with their graphs and segments. Skip programs with a size that the package format cannot
+    state."""
     out = []
     for program in programs:
         try:
             sizes = program.shapes.package_sizes(mode.shape_env)
             traced = iter(program.traced)
             for number, p in enumerate(program.partitions):
-                graph, segments = graph_and_segments(f"{program.name}.{number}", p, next(traced) if p.compiled else None, sizes)
+                graph, segments = graph_and_segments(
+                    f"{program.name}.{number}", p, next(traced) if p.compiled else None, sizes
+                )
                 program.segments += segments
                 program.graphs += [graph] if graph is not None else []
             out.append(program)
@@ -209,7 +240,8 @@ def _with_graphs(programs: list[TracedProgram], mode: Any, skipped: Counter[str]
 def _compile(
     programs: list[TracedProgram], folder: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]
 ) -> tuple[list[TracedProgram], dict[str, Artifact]]:
-    """Compile all graphs at once, and return them with their programs. If the compiler refuses one, drop its program and try the others again."""
+    """Compile all graphs at once, and return them with their programs. If the compiler refuses one, drop its program
+    and try the others again."""
     for attempt in range(len(programs)):
         graphs = [g for p in programs for g in p.graphs]
         if not graphs:
@@ -217,9 +249,13 @@ def _compile(
         subfolder = folder / str(attempt)
         subfolder.mkdir()
         try:
-            return programs, compile.compile_graphs(graphs, folder=subfolder, fake_mode=mode, target=targets.parsed(target)[0], progress=say)
+            return programs, compile.compile_graphs(
+                graphs, folder=subfolder, fake_mode=mode, target=targets.parsed(target)[0], progress=say
+            )
         except ExportError as error:
-            failed_program = next((p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)), None)
+            failed_program = next(
+                (p for p in programs if any(str(error).startswith(f"{g.name}:") for g in p.graphs)), None
+            )
             if failed_program is None:
                 raise
             skipped[str(error)] += 1
@@ -228,7 +264,8 @@ def _compile(
 
 
 def _state_graphs(program: TracedProgram, sizes: Sizes) -> None:
-    """Write the sizes of the program's graphs again, since compiling may have added guards and replacements, and the graphs as data."""
+    """Write the sizes of the program's graphs again, since compiling may have added guards and replacements, and the
+    graphs as data."""
     for n, graph in enumerate(program.graphs):
         traced = next(t for t in program.traced if t.name == graph.name)
         inputs, outputs = graph_specs(traced, sizes)

@@ -1,9 +1,10 @@
-"""Infer symbolic shapes from observed passes of one structure: which sizes are static, which are dynamic, and which share a symbol.
+"""Infer symbolic shapes from observed passes of one structure: which sizes are static, which are dynamic, and which
+share a symbol.
 
-A size that never changed is static. A size that changed is dynamic, and dimensions and sizes with the same values in every pass share a symbol. A
-single pass does not show which sizes may change, so it stays static. A batch of 16 and a layer of 16 are told apart once a second batch size was
-observed. Sizes of 0 and 1 change the behaviour of a program (empty tensors, broadcasting), so passes are first grouped by the places of such sizes.
-"""
+A size that never changed is static. A size that changed is dynamic, and dimensions and sizes with the same values in
+every pass share a symbol. A single pass does not show which sizes may change, so it stays static. A batch of 16 and a
+layer of 16 are told apart once a second batch size was observed. Sizes of 0 and 1 change the behaviour of a program
+(empty tensors, broadcasting), so passes are first grouped by the places of such sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Shapes:
     symints: dict[sympy.Symbol, torch.SymInt]
 
     def package_sizes(self, shape_env: Any) -> Sizes:
-        """Return symbols and guards as the package states them, including additions of the trace and the compiler to ``shape_env`` so far."""
+        """Return symbols and guards as the package states them, including additions of the trace and the compiler to
+        ``shape_env`` so far."""
         sizes = Sizes(shape_env)
         specs = []
         for n, symbol in enumerate(self.symbols):  # a symbol keeps its name when another is specialized to a number
@@ -49,7 +51,8 @@ class Shapes:
 
 
 def group_observations(observations: Sequence[Observation], variants: Sequence[PassSpec]) -> list[list[Observation]]:
-    """Group observations; each group becomes one program. ``variants``: existing ones; a static one counts as one more observation."""
+    """Group observations; each group becomes one program. ``variants``: existing ones; a static one counts as one more
+    observation."""
     positions = observations[0].positions if observations else frozenset()
     static_passes = [o for v in variants if (o := _observation_of(v, positions)) is not None]
     out: dict[Any, list[Observation]] = {}
@@ -60,7 +63,8 @@ def group_observations(observations: Sequence[Observation], variants: Sequence[P
 
 
 def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> Shapes:
-    """Return the group's tensors with a symbol for each list of values that changed. ``prefix`` makes the symbols' sources unique."""
+    """Return the group's tensors with a symbol for each list of values that changed. ``prefix`` makes the symbols'
+    sources unique."""
     shape_env = fake_mode.shape_env
     hint = _most_distinct(group)
     by_values: dict[tuple[int, ...], Any] = {}
@@ -71,13 +75,16 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
         if len(set(values)) == 1:
             return values[0]
         if values not in by_values:
-            for other in list(by_values):  # a multiple of another symbol is expressed by it; guards refuse a pass in which it is not a multiple
+            # A multiple of another symbol is expressed by it; guards refuse a pass in which it is not a multiple
+            for other in list(by_values):
                 factor, rest = divmod(values[hint], other[hint]) if other[hint] else (0, 0)
                 if not rest and factor > 1 and all(v == factor * o for v, o in zip(values, other, strict=True)):
                     by_values[values] = by_values[other] * factor
                     return by_values[values]
             source = torch_api.ConstantSource(f"{prefix}_{len(by_values)}")
-            symbol = shape_env.create_symbol(values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=position)
+            symbol = shape_env.create_symbol(
+                values[hint], source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=position
+            )
             by_values[values] = shape_env.create_symintnode(symbol, hint=values[hint], source=source)
             symbols[symbol] = SymbolSpec("", "", place[0], place[1], 0, None)
             symints[symbol] = by_values[values]
@@ -108,7 +115,8 @@ def fake_mode() -> Any:
 
 
 def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[Any]:
-    """Return strides that hold in every observation: dense ones in the observed order of dimensions, or numbers that never changed."""
+    """Return strides that hold in every observation: dense ones in the observed order of dimensions, or numbers that
+    never changed."""
     rank = len(shape)
     out: list[Any] = [1] * rank
     dense: Any = 1
@@ -133,8 +141,8 @@ def _strides(tensors: Sequence[TensorMetadata], shape: Sequence[Any]) -> list[An
 
 
 def _most_distinct(group: Sequence[Observation]) -> int:
-    """Return the index of the observation with the fewest coincidences among its changing values. Its sizes become the hints that decide
-    comparisons."""
+    """Return the index of the observation with the fewest coincidences among its changing values. Its sizes become the
+    hints that decide comparisons."""
 
     def coincidences(i: int) -> tuple[int, int]:
         flat = [[n for t in o.inputs for n in t.shape] + list(o.sizes) for o in group]
@@ -153,7 +161,9 @@ def _observation_of(variant: PassSpec, positions: frozenset[int]) -> Observation
     if variant.symbols:
         return None
     inputs = tuple(
-        TensorMetadata(getattr(torch, s.dtype), s.device, tuple(map(int, s.shape)), tuple(map(int, s.stride)), s.requires_grad)
+        TensorMetadata(
+            getattr(torch, s.dtype), s.device, tuple(map(int, s.shape)), tuple(map(int, s.stride)), s.requires_grad
+        )
         for s in variant.inputs
     )
     return Observation(inputs, tuple(map(int, variant.sizes)), variant.scalars, variant.ambient, positions=positions)

@@ -11,15 +11,19 @@ from aot_backward_exporters.progress import Progress
 
 
 class Interrupts:
-    """A context in which an interrupt raises :class:`KeyboardInterrupt` as usual, and again at the next step of the work if Python lost it: Python
-    ignores exceptions in weak-reference callbacks, and a trace has thousands. A handler set by the program stays."""
+    """A context in which an interrupt raises :class:`KeyboardInterrupt` as usual, and again at the next step of the
+    work if Python lost it: Python ignores exceptions in weak-reference callbacks, and a trace has thousands. A handler
+    set by the program stays."""
 
     def __init__(self) -> None:
         self._asked = self._ours = False
         self._ignored = sys.unraisablehook
 
     def __enter__(self) -> Interrupts:
-        self._ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._ours = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
         if self._ours:
             signal.signal(signal.SIGINT, self._interrupt)
             self._ignored, sys.unraisablehook = sys.unraisablehook, self._say_unless_interrupt

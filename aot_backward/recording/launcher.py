@@ -17,4 +17,8 @@ def rank_of_all() -> int | None:
 
 def _number(rank: str, size: str) -> int | None:
     number, count = os.environ.get(rank, ""), os.environ.get(size, "")
-    return int(number) if number.isdecimal() and count.isdecimal() and int(number) < int(count) and int(count) > 1 else None
+    return (
+        int(number)
+        if number.isdecimal() and count.isdecimal() and int(number) < int(count) and int(count) > 1
+        else None
+    )

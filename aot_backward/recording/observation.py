@@ -1,4 +1,5 @@
-"""The metadata of one backward pass: its tensors' dtypes, devices, shapes and strides, its sizes and scalars, and the state it was called under."""
+"""The metadata of one backward pass: its tensors' dtypes, devices, shapes and strides, its sizes and scalars, and the
+state it was called under."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class TensorMetadata:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMetadata:
         stride = tensor.stride() if tensor.layout is torch.strided else (0,) * tensor.dim()
-        return cls(tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, why_unsupported(tensor))
+        return cls(
+            tensor.dtype, tensor.device.type, tuple(tensor.shape), stride, tensor.requires_grad, why_unsupported(tensor)
+        )
 
 
 @dataclass(frozen=True)
@@ -48,26 +51,32 @@ class Observation:
         groups = tuple(numbers.setdefault(id(h), len(numbers)) for h in operands.hooks)
         inputs = tuple(map(TensorMetadata.of, operands.inputs))
         device = inputs[0].device if inputs else "cpu"
-        return cls(inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups, tape.positions)
+        return cls(
+            inputs, tuple(operands.sizes), tuple(operands.scalars), current_ambient(device), groups, tape.positions
+        )
 
     def every_size(self) -> tuple[int, ...]:
         """Return the sizes of all tensors, then the sizes of the pass."""
         return (*(n for t in self.inputs for n in t.shape), *self.sizes)
 
     def kind(self) -> Any:
-        """Return the properties that two passes of one program share: everything but the sizes, and which sizes are 0 or 1. A position may be
-        either."""
+        """Return the properties that two passes of one program share: everything but the sizes, and which sizes are 0
+        or 1. A position may be either."""
 
         def special(size: int) -> int:
             return size if size in (0, 1) else 2
 
-        tensors = tuple((t.dtype, t.device, t.requires_grad, t.unsupported, tuple(map(special, t.shape)), _dim_order(t)) for t in self.inputs)
+        tensors = tuple(
+            (t.dtype, t.device, t.requires_grad, t.unsupported, tuple(map(special, t.shape)), _dim_order(t))
+            for t in self.inputs
+        )
         sizes = tuple(2 if n in self.positions else special(size) for n, size in enumerate(self.sizes))
         return tensors, sizes, self.scalars, self.ambient
 
 
 def _dim_order(tensor: TensorMetadata) -> tuple[int, ...]:
-    """Return the dimensions from the largest stride to the smallest, with stride 0 as -1 - d; dimensions of size 1 are left out."""
+    """Return the dimensions from the largest stride to the smallest, with stride 0 as -1 - d; dimensions of size 1 are
+    left out."""
     counted = [d for d, n in enumerate(tensor.shape) if n > 1]
     ordered = sorted(counted, key=lambda d: -tensor.stride[d])
     return tuple(d if tensor.stride[d] else -1 - d for d in ordered)

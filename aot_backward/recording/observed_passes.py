@@ -21,21 +21,24 @@ from .observation import Observation
 from .recorded_structure import ExamplePass, PassTimes, RecordedStructure
 from .timed_passes import TimedPasses
 
-_MAX_PASS_KINDS = 8  # maximum kinds of passes (Observation.kind) of one structure with kept values: as many as variants are compiled of it
-_MAX_OBSERVATIONS = 1024  # different passes of one structure, to bound memory; a guess. A size that is the same in all of them stays static
+# Maximum kinds of passes (Observation.kind) of one structure with kept values: as many as variants are compiled of it
+_MAX_PASS_KINDS = 8
+# Different passes of one structure, to bound memory; a guess. A size that is the same in all of them stays static
+_MAX_OBSERVATIONS = 1024
 _TIMES_SEEN = 3  # times that a pass must be seen to count as frequent; a guess
 
 
 class ObservedPasses:
     """The observer of the passes that a replay interprets (:class:`aot_backward_runtime.passes.session.PassObserver`).
 
-    ``structures``: by fingerprint. ``recorded``: the number of interpreted passes. ``timed_in_eager``: the number of passes that ran in eager to be
-    timed. ``times_eager``: whether any are."""
+    ``structures``: by fingerprint. ``recorded``: the number of interpreted passes. ``timed_in_eager``: the number of
+    passes that ran in eager to be timed. ``times_eager``: whether any are."""
 
     def __init__(self, *, times_eager: bool) -> None:
         self.structures: dict[str, RecordedStructure] = {}
         self.recorded = self.timed_in_eager = 0
-        self.seconds_served = self.seconds_in_eager = 0.0  # of passes that the package had, as interpreted, and of passes that ran in eager
+        # Of passes that the package had, as interpreted, and of passes that ran in eager
+        self.seconds_served = self.seconds_in_eager = 0.0
         self._timed = TimedPasses() if times_eager else None
 
     @property
@@ -48,8 +51,11 @@ class ObservedPasses:
         """The time of all backward passes of the script, with the interpreted time of interpreted ones."""
         return self.seconds_served + self.seconds_in_eager + sum(s.backward_seconds for s in self.structures.values())
 
-    def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
-        if self._timed is None or replaying.engine.inside:  # inside a hook of another pass: that pass's time includes it
+    def before(
+        self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]
+    ) -> Callable[[float], None] | None:
+        # Inside a hook of another pass: that pass's time includes it
+        if self._timed is None or replaying.engine.inside:
             return None
         timer = self._timed
         try:
@@ -81,7 +87,8 @@ class ObservedPasses:
             self._timed.ended(seconds)
 
     def _interpreted(self, times: PassTimes, seconds: float) -> None:
-        """Note the seconds of the pass just interpreted; inf if they mean nothing. ``times``: of passes that look like it."""
+        """Note the seconds of the pass just interpreted; inf if they mean nothing. ``times``: of passes that look like
+        it."""
         if self._timed is not None:
             self._timed.interpreted(times, seconds)
 
@@ -97,7 +104,9 @@ class ObservedPasses:
             if len(recorded_structure.examples) < _MAX_PASS_KINDS or kind in recorded_structure.examples
             else None
         )
-        if examples is not None and _is_worth_keeping(observation, [o for o, _ in examples], recorded_structure.observations):
+        if examples is not None and _is_worth_keeping(
+            observation, [o for o, _ in examples], recorded_structure.observations
+        ):
             example = ExamplePass(
                 _copy_inputs(structure.tape, operands.inputs),
                 tuple(t.shape for t in observation.inputs),
@@ -116,7 +125,8 @@ class ObservedPasses:
             recorded_structure.typical.note(seconds, copied=False)
             self._interpreted(recorded_structure.times_of(observation), seconds)
         if observation in recorded_structure.observations or len(recorded_structure.observations) < _MAX_OBSERVATIONS:
-            recorded_structure.observations[observation] = recorded_structure.observations.get(observation, 0) + 1  # not for a pass that raised
+            # Not for a pass that raised
+            recorded_structure.observations[observation] = recorded_structure.observations.get(observation, 0) + 1
         else:
             recorded_structure.further += 1
         return results
@@ -151,9 +161,12 @@ def _interpret_and_copy(
     return [run.get(o) for o in tape.outputs], seconds
 
 
-def _is_worth_keeping(observation: Observation, observations: Sequence[Observation], counts: Mapping[Observation, int]) -> bool:
-    """Return whether to keep the values of this pass. Two passes of a kind are kept: the first, and the one that differs from it in the most sizes.
-    Of equal ones the largest frequent one is kept, since passes are timed at these sizes."""
+def _is_worth_keeping(
+    observation: Observation, observations: Sequence[Observation], counts: Mapping[Observation, int]
+) -> bool:
+    """Return whether to keep the values of this pass. Two passes of a kind are kept: the first, and the one that
+    differs from it in the most sizes. Of equal ones the largest frequent one is kept, since passes are timed at these
+    sizes."""
     if not observations:
         return True
     first, times = observations[0].every_size(), counts.get(observation, 0)
@@ -190,8 +203,17 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if plain.layout is not torch.strided:
         return plain.clone()
     small = (
-        plain[tuple(slice(0, 1) if s == 0 and n > 1 else slice(None) for n, s in zip(plain.shape, plain.stride(), strict=True))]
+        plain[
+            tuple(
+                slice(0, 1) if s == 0 and n > 1 else slice(None)
+                for n, s in zip(plain.shape, plain.stride(), strict=True)
+            )
+        ]
         if plain.dim()
         else plain
     )
-    return torch.empty_strided(small.shape, small.stride(), dtype=plain.dtype, device=plain.device).copy_(small).expand(plain.shape)
+    return (
+        torch.empty_strided(small.shape, small.stride(), dtype=plain.dtype, device=plain.device)
+        .copy_(small)
+        .expand(plain.shape)
+    )

@@ -40,7 +40,8 @@ from .trace import TracedProgram
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock a package from reading to writing. If two processes of this user add to it, the second waits and keeps the first one's additions."""
+    """Lock a package from reading to writing. If two processes of this user add to it, the second waits and keeps the
+    first one's additions."""
     folder = Path(tempfile.gettempdir()) / f"aot-backward-locks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with (folder / hashlib.sha256(str(path.resolve()).encode()).hexdigest()).open("w") as lock:
@@ -50,8 +51,8 @@ def locked(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackageUpdate:
-    """The package at ``path``, or an empty one if it does not exist. Adding returns a new object, so an interrupted caller has either the old or the
-    new one."""
+    """The package at ``path``, or an empty one if it does not exist. Adding returns a new object, so an interrupted
+    caller has either the old or the new one."""
 
     path: Path
     entry: str
@@ -63,10 +64,13 @@ class PackageUpdate:
 
     @classmethod
     def read(cls, path: Path, entry: str, target: str) -> PackageUpdate:
-        """Read the package. Raise :class:`ExportError` if passes compiled here for ``target`` cannot be added to its ``entry``."""
+        """Read the package. Raise :class:`ExportError` if passes compiled here for ``target`` cannot be added to its
+        ``entry``."""
         names = targets.parsed(target)
         if len(names) > 1:
-            raise ExportError(f"recorded passes: expected one target, got {target!r}. aot-backward rebuild adds further targets")
+            raise ExportError(
+                f"recorded passes: expected one target, got {target!r}. aot-backward rebuild adds further targets"
+            )
         spec = targets.target_spec(names[0])
         if not path.exists():
             manifest = Manifest(
@@ -85,7 +89,9 @@ class PackageUpdate:
         archive = open_package(path)
         old = archive.manifest
         if old.targets:
-            raise ExportError(f"{path} is for several targets, but passes can only be added to a package for one target: choose a new file")
+            raise ExportError(
+                f"{path} is for several targets, but passes can only be added to a package for one target: choose a new file"
+            )
         if old.torch != torch.__version__ or dataclasses.replace(old.target, name=spec.name) != spec:
             raise ExportError(
                 f"{path}: expected a package of torch {torch.__version__} for {_words(spec)}, got one of torch {old.torch} for "
@@ -93,7 +99,9 @@ class PackageUpdate:
             )
         entry_spec = old.entries.get(entry, EntrySpec("replay", (), ()))
         if entry_spec.kind != "replay":
-            raise ExportError(f"{path} has a {entry_spec.kind} entry {entry!r}; give the recorded passes another name, entry='…'")
+            raise ExportError(
+                f"{path} has a {entry_spec.kind} entry {entry!r}; give the recorded passes another name, entry='…'"
+            )
         manifest = dataclasses.replace(old, format_version=FORMAT_VERSION, entries={**old.entries, entry: entry_spec})
         weights = load_weights(archive) if old.has_weights else {}
         if not old.has_weights and old.weights:
@@ -102,15 +110,25 @@ class PackageUpdate:
         return cls(path, entry, manifest, _artifacts(archive), weights, load_examples(archive), graphs)
 
     def variants(self, fingerprint: str) -> tuple[PassSpec, ...]:
-        structure = next((s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None)
+        structure = next(
+            (s for s in self.manifest.entries[self.entry].structures if s.fingerprint == fingerprint), None
+        )
         return structure.variants if structure else ()
 
     def with_passes(
-        self, programs: Sequence[tuple[TracedProgram, PassSpec]], artifacts: Mapping[str, Artifact], places: Mapping[str, int]
+        self,
+        programs: Sequence[tuple[TracedProgram, PassSpec]],
+        artifacts: Mapping[str, Artifact],
+        places: Mapping[str, int],
     ) -> PackageUpdate:
-        """Return the package with ``programs``, compiled and checked, each with its spec. ``places``: the order of new structures, after the
-        others."""
-        libraries, files, tensors, graphs = dict(self.manifest.libraries), dict(self.artifacts), dict(self.weights), dict(self.graphs)
+        """Return the package with ``programs``, compiled and checked, each with its spec. ``places``: the order of new
+        structures, after the others."""
+        libraries, files, tensors, graphs = (
+            dict(self.manifest.libraries),
+            dict(self.artifacts),
+            dict(self.weights),
+            dict(self.graphs),
+        )
         by_fingerprint: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
             by_fingerprint.setdefault(program.fingerprint, []).append((program, spec))
@@ -127,8 +145,13 @@ class PackageUpdate:
             # new ones first: a dynamic variant, inferred from a static variant's pass and further passes, serves both
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
             seconds = structure.seconds if structure.seconds < float("inf") else (before.seconds if before else 0.0)
-            structures[fingerprint] = StructureSpec(fingerprint, structure.tape.nodes, len(structure.tape.ops), variants, round(seconds, 7))
-        weights = {k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "") for k, t in tensors.items()}
+            structures[fingerprint] = StructureSpec(
+                fingerprint, structure.tape.nodes, len(structure.tape.ops), variants, round(seconds, 7)
+            )
+        weights = {
+            k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "")
+            for k, t in tensors.items()
+        }
         ordered = tuple(sorted(structures.values(), key=lambda s: places.get(s.fingerprint, -1)))
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, structures=ordered)}
         manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries, weights=weights)
@@ -143,8 +166,14 @@ class PackageUpdate:
                 graphs[name] = step.portable
         old = self.manifest.entries[self.entry]
         new = {s.spec.library: s.spec for s in steps}
-        updates = (*(u for u in old.updates if u.library not in new), *(s for s in new.values() if isinstance(s, UpdateSpec)))
-        clippings = (*(c for c in old.clippings if c.library not in new), *(s for s in new.values() if isinstance(s, ClippingSpec)))
+        updates = (
+            *(u for u in old.updates if u.library not in new),
+            *(s for s in new.values() if isinstance(s, UpdateSpec)),
+        )
+        clippings = (
+            *(c for c in old.clippings if c.library not in new),
+            *(s for s in new.values() if isinstance(s, ClippingSpec)),
+        )
         entries = {**self.manifest.entries, self.entry: dataclasses.replace(old, updates=updates, clippings=clippings)}
         manifest = dataclasses.replace(self.manifest, libraries=libraries, entries=entries)
         return dataclasses.replace(self, manifest=manifest, artifacts=files, graphs=graphs)
@@ -170,5 +199,7 @@ def _artifacts(archive: Archive) -> dict[str, Artifact]:
         extern = library.with_suffix(".json") if spec.extern else None
         constants = {c.name: c.weight for c in spec.constants}
         metadata = library.with_name(library.stem + "_metadata.json")
-        out[name] = Artifact(library, metadata, extern, constants, spec.needed, spec.glibc, spec.glibcxx, spec.operators)
+        out[name] = Artifact(
+            library, metadata, extern, constants, spec.needed, spec.glibc, spec.glibcxx, spec.operators
+        )
     return out

@@ -1,4 +1,5 @@
-"""Partition a recorded pass: runs of operations that become one compiled graph each, and operations between them that call Python code.
+"""Partition a recorded pass: runs of operations that become one compiled graph each, and operations between them that
+call Python code.
 
 The latter run in eager's order: hooks, custom functions, and the leaves that accumulate their gradients.
 """
@@ -15,16 +16,16 @@ from aot_backward_runtime.tapes.tape import CALLS_OUT, Slot, Tape, slots
 from .recorded_structure import ExamplePass
 
 OPAQUE = frozenset({"MkldnnRnnLayerBackward0"})
-"""Nodes that are not compiled: one operator of oneDNN, which compiling would not make faster. AOTInductor's proxy executor cannot pass on its missing
-list of batch sizes either (torch 2.13)."""
+"""Nodes that are not compiled: one operator of oneDNN, which compiling would not make faster. AOTInductor's proxy
+executor cannot pass on its missing list of batch sizes either (torch 2.13)."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """Operations (by number) that become one graph, or a single operation that is not compiled.
 
-    ``inputs``: tensors of the pass that a graph reads. ``values``: results of earlier partitions that it reads. ``outputs``: its results that are
-    read outside.
+    ``inputs``: tensors of the pass that a graph reads. ``values``: results of earlier partitions that it reads.
+    ``outputs``: its results that are read outside.
     """
 
     ops: tuple[int, ...]
@@ -35,17 +36,21 @@ class Partition:
 
 
 def partition_tape(
-    tape: Tape, hook_groups: Sequence[int], trace_customs: bool = True, opaque: Set[str] = OPAQUE, single: Set[int] = frozenset()
+    tape: Tape,
+    hook_groups: Sequence[int],
+    trace_customs: bool = True,
+    opaque: Set[str] = OPAQUE,
+    single: Set[int] = frozenset(),
 ) -> list[Partition]:
     """Return the partitions of a pass in the order in which they run.
 
     ``hook_groups``: which hooks are one object. ``trace_customs``: whether custom functions with a traceable backward
-    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque`` (nodes by name) and ``single`` (operations by number)
-    are not compiled.
+    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque`` (nodes by name) and
+    ``single`` (operations by number) are not compiled.
 
-    Everything that eager runs before a hook runs before it here, since a hook may read or change any tensor. The exception is hooks that unpack saved
-    tensors: hooks of one object are called together, before the operations between them (the next object is another checkpoint, whose recomputed
-    tensors should not be in memory at the same time).
+    Everything that eager runs before a hook runs before it here, since a hook may read or change any tensor. The
+    exception is hooks that unpack saved tensors: hooks of one object are called together, before the operations between
+    them (the next object is another checkpoint, whose recomputed tensors should not be in memory at the same time).
     """
     parts: list[tuple[list[int], bool]] = []
     graph: list[int] = []
@@ -64,7 +69,9 @@ def partition_tape(
     for n, op in enumerate(tape.ops):
         if op.kind == "accumulate":
             leaves.append(n)
-        elif (n not in single and (op.kind not in CALLS_OUT and op.name not in opaque)) or (trace_customs and n in tape.plain_customs):
+        elif (n not in single and (op.kind not in CALLS_OUT and op.name not in opaque)) or (
+            trace_customs and n in tape.plain_customs
+        ):
             graph.append(n)
         else:
             group = None
@@ -77,12 +84,21 @@ def partition_tape(
             parts.append(([n], False))
     flush()
     readers = _readers(tape)
-    return [_partition(tape, numbers, readers) if is_compiled else Partition(tuple(numbers), False) for numbers, is_compiled in parts]
+    return [
+        _partition(tape, numbers, readers) if is_compiled else Partition(tuple(numbers), False)
+        for numbers, is_compiled in parts
+    ]
 
 
 def sparse_operations(tape: Tape, examples: Sequence[ExamplePass]) -> set[int]:
-    """Return the operations that return or read a sparse tensor. Native code does not support them, so they are not compiled."""
-    sparse = {Slot("value", v) for e in examples for v, t in e.values.items() if t is not None and t.layout is not torch.strided}
+    """Return the operations that return or read a sparse tensor. Native code does not support them, so they are not
+    compiled."""
+    sparse = {
+        Slot("value", v)
+        for e in examples
+        for v, t in e.values.items()
+        if t is not None and t.layout is not torch.strided
+    }
     if not sparse:
         return set()
     producers = {n for n, op in enumerate(tape.ops) if any(Slot("value", r) in sparse for r in op.results)}

@@ -30,13 +30,19 @@ def libraries_of(program: TracedProgram, artifacts: Mapping[str, Artifact]) -> d
 
 
 def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library]) -> PassSpec:
-    """Return ``spec`` with its verdict, and mark the leaves that may take a gradient without a copy. Raise :class:`ExportError` if a result is wrong.
+    """Return ``spec`` with its verdict, and mark the leaves that may take a gradient without a copy. Raise
+    :class:`ExportError` if a result is wrong.
 
-    Every graph runs on the recorded values. ‖a − e‖ may be at most r·max(‖e‖, 1e-2·G): e is the recorded result, G the largest norm in the pass, r
-    the tolerance of the coarsest dtype in it (under autocast a float32 gradient is computed from bfloat16 ones).
+    Every graph runs on the recorded values. ‖a − e‖ may be at most r·max(‖e‖, 1e-2·G): e is the recorded result, G the
+    largest norm in the pass, r the tolerance of the coarsest dtype in it (under autocast a float32 gradient is computed
+    from bfloat16 ones).
     """
     tape = program.structure.tape
-    gradients = {n: op.operands[1].index for n, op in enumerate(tape.ops) if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
+    gradients = {
+        n: op.operands[1].index
+        for n, op in enumerate(tape.ops)
+        if op.kind == "accumulate" and isinstance(op.operands[1], Slot)
+    }
     leaves = {v: tape.ops[n].operands[0].index for n, v in gradients.items()}
     uncopied = {v for t in program.traced for v in t.unaliased}
     worst, name = 0.0, ""
@@ -57,7 +63,9 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
                     raise ExportError(f"%v{number} has another shape or dtype than the recorded one")
                 ratio = compare_graph_result(f"%v{number}", result, expected, largest, coarsest).ratio
                 if not ratio <= 1:
-                    raise ExportError(f"%v{number} is wrong: it differs from the recorded numbers by {ratio:.3g} times the tolerance")
+                    raise ExportError(
+                        f"%v{number} is wrong: it differs from the recorded numbers by {ratio:.3g} times the tolerance"
+                    )
                 if ratio >= worst:
                     worst, name = ratio, f"%v{number}"
                 if number in leaves and not _has_gradient_strides(result, spec, leaves[number], values):
@@ -70,7 +78,10 @@ def checked(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
     return dataclasses.replace(
         spec,
         segments=tuple(
-            dataclasses.replace(s, operands=("fresh",)) if len(s.ops) == 1 and gradients.get(s.ops[0]) in uncopied else s for s in spec.segments
+            dataclasses.replace(s, operands=("fresh",))
+            if len(s.ops) == 1 and gradients.get(s.ops[0]) in uncopied
+            else s
+            for s in spec.segments
         ),
         verdict=Verdict("verified", name, round(worst, 6), tuple(filter(None, sizes_run))),
     )
@@ -107,18 +118,28 @@ def _has_gradient_strides(result: torch.Tensor, spec: PassSpec, leaf: int, value
 
 
 def _largest_norm(example: ExamplePass) -> float:
-    dense = (v for v in example.values.values() if v is not None and v.layout is torch.strided and v.is_floating_point())
+    dense = (
+        v for v in example.values.values() if v is not None and v.layout is torch.strided and v.is_floating_point()
+    )
     return max(map(norm, dense), default=0.0)
 
 
 def _dtypes(example: ExamplePass) -> set[torch.dtype]:
     tensors = (*example.inputs.values(), *example.values.values())
-    return {t.dtype for t in tensors if t is not None and t.dtype in RELATIVE and t.dtype not in (torch.float64, torch.complex128)}
+    return {
+        t.dtype
+        for t in tensors
+        if t is not None and t.dtype in RELATIVE and t.dtype not in (torch.float64, torch.complex128)
+    }
 
 
 def _library(graph: Graph, artifact: Artifact) -> Library:
     spec = library_spec(graph, artifact)
     on_gpu = any(tensor.device == "cuda" for tensor in (*spec.inputs, *spec.outputs))
-    library = library_on(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"), lambda: artifact.library, spec)
+    library = library_on(
+        torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        lambda: artifact.library,
+        spec,
+    )
     library.bind((dict(graph.constants.values()), ()))
     return library

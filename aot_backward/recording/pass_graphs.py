@@ -1,7 +1,7 @@
 """Trace the compiled partitions of a recorded pass into functional ATen graphs.
 
-The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes the same as the interpreter.
-"""
+The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes
+the same as the interpreter."""
 
 from __future__ import annotations
 
@@ -40,15 +40,18 @@ class TraceError(Exception):
 
 @dataclass
 class TracedPartition:
-    """A partition as a graph, before its sizes are written as expressions: further traces may still show symbols to be equal."""
+    """A partition as a graph, before its sizes are written as expressions: further traces may still show symbols to be
+    equal."""
 
     partition: Partition
     module: torch.fx.GraphModule
-    placeholders: list[tuple[str, Any, torch.Tensor]]  # ("input", I), ("value", V) or ("size", symbol), and its fake tensor
+    # ("input", I), ("value", V) or ("size", symbol), and its fake tensor
+    placeholders: list[tuple[str, Any, torch.Tensor]]
     results: list[torch.fx.Node]
     outputs: list[int]  # the value number of each result
     undefined_outputs: list[int]
-    unaliased: set[int] = field(default_factory=set)  # outputs with unshared memory: a leaf may take them without a copy
+    # Outputs with unshared memory: a leaf may take them without a copy
+    unaliased: set[int] = field(default_factory=set)
     name: str = ""
     used_placeholders: list[tuple[str, Any, torch.Tensor]] = field(default_factory=list)
     undefined_values: list[int] = field(default_factory=list)  # values that were undefined when it was traced
@@ -64,8 +67,13 @@ def trace_partition(
     contexts: Mapping[int, Any],
     fake_mode: Any,
 ) -> TracedPartition:
-    """Trace a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``: of custom functions."""
-    leaves = {op.operands[1].index: op.operands[0].index for op in tape.ops if op.kind == "accumulate" and isinstance(op.operands[1], Slot)}
+    """Trace a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``:
+    of custom functions."""
+    leaves = {
+        op.operands[1].index: op.operands[0].index
+        for op in tape.ops
+        if op.kind == "accumulate" and isinstance(op.operands[1], Slot)
+    }
     placeholders: list[tuple[str, Any, torch.Tensor]] = [("input", i, shapes.inputs[i]) for i in partition.inputs]
     placeholders += [("value", v, values[v]) for v in partition.values if values[v] is not None]
     in_shapes = {expression_of(n) for _, _, t in placeholders for n in t.shape}
@@ -93,7 +101,8 @@ def trace_partition(
         for v, leaf in leaves.items():
             if out.get(v) is not None:
                 out[v] = _with_gradient_strides(out[v], shapes.inputs[leaf])
-        outputs[:] = [v for v, t in out.items() if t is not None]  # assigned, not appended: torch may call this more than once
+        # Assigned, not appended: torch may call this more than once
+        outputs[:] = [v for v, t in out.items() if t is not None]
         undefined[:] = [v for v, t in out.items() if t is None]
         return tuple(out[v] for v in outputs)
 
@@ -112,7 +121,9 @@ def trace_partition(
         values[v] = None
     undefined_values = [v for v in partition.values if values[v] is None]
     unaliased = _unaliased(tape, outputs, results)
-    return TracedPartition(partition, module, placeholders, results, outputs, undefined, unaliased, undefined_values=undefined_values)
+    return TracedPartition(
+        partition, module, placeholders, results, outputs, undefined, unaliased, undefined_values=undefined_values
+    )
 
 
 def _unaliased(tape: Tape, outputs: Sequence[int], results: Sequence[torch.fx.Node]) -> set[int]:
@@ -131,10 +142,14 @@ def _unaliased(tape: Tape, outputs: Sequence[int], results: Sequence[torch.fx.No
     }
 
 
-def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, Any], shapes: Shapes, fake_mode: Any) -> None:
-    """Add to ``values`` the fake results of an uncompiled operation, inferred from the recorded ones; the runtime checks the real ones.
+def assume_results(
+    op: Op, examples: Sequence[ExamplePass], values: dict[int, Any], shapes: Shapes, fake_mode: Any
+) -> None:
+    """Add to ``values`` the fake results of an uncompiled operation, inferred from the recorded ones; the runtime
+    checks the real ones.
 
-    Ranks, dtypes and the order of strides come from ``examples``. A size that equals a symbol's value in every example is that symbol.
+    Ranks, dtypes and the order of strides come from ``examples``. A size that equals a symbol's value in every example
+    is that symbol.
     """
     numbers = [_symbol_values(shapes, e) for e in examples]
     for number in op.results:
@@ -149,12 +164,15 @@ def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, An
             continue
         first = tensors[0]
         if any(t.dim() != first.dim() or t.dtype != first.dtype for t in tensors):
-            raise ExportError(f"the results of {op.name or op.kind} differ in dtype or number of dimensions between passes")
+            raise ExportError(
+                f"the results of {op.name or op.kind} differ in dtype or number of dimensions between passes"
+            )
         shape = [_infer_size([t.shape[d] for t in tensors], numbers, shapes) for d in range(first.dim())]
         order = sorted(range(len(shape)), key=lambda d: (first.stride(d), -d))
         strides: list[Any] = [1] * len(shape)
         dense: Any = 1
-        for d in order:  # dense in the observed order; a result with other strides is copied before native code reads it
+        # Dense in the observed order; a result with other strides is copied before native code reads it
+        for d in order:
             strides[d] = dense
             dense = dense * shape[d]
         with fake_mode:
@@ -162,22 +180,29 @@ def assume_results(op: Op, examples: Sequence[ExamplePass], values: dict[int, An
 
 
 def _symbol_values(shapes: Shapes, example: ExamplePass) -> dict[Any, int]:
-    return {s: example.shapes[k.input][k.dim] if k.input >= 0 else example.sizes[k.dim] for s, k in shapes.symbols.items()}
+    return {
+        s: example.shapes[k.input][k.dim] if k.input >= 0 else example.sizes[k.dim] for s, k in shapes.symbols.items()
+    }
 
 
 def _infer_size(sizes: Sequence[int], numbers: Sequence[dict[Any, int]], shapes: Shapes) -> Any:
     for symbol, symint in shapes.symints.items():
-        # use the symbol even if it has one value in all examples: these may be of one batch size although the group is not
+        # use the symbol even if it has one value in all examples: these may be of one batch size although the group is
+        # not
         if all(n[symbol] == s for n, s in zip(numbers, sizes, strict=True)):
             return symint
     if len(set(sizes)) == 1:
         return sizes[0]
-    raise ExportError(f"a result of a hook or custom function has a size that changes ({list(sizes)}) and equals no size of the pass")
+    raise ExportError(
+        f"a result of a hook or custom function has a size that changes ({list(sizes)}) and equals no size of the pass"
+    )
 
 
-def graph_and_segments(name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes) -> tuple[Graph | None, list[Segment]]:
-    """Return the graph for the compiler, and the segments that run the partition. If the graph computes nothing, it is left out and its operations
-    are interpreted."""
+def graph_and_segments(
+    name: str, partition: Partition, traced: TracedPartition | None, sizes: Sizes
+) -> tuple[Graph | None, list[Segment]]:
+    """Return the graph for the compiler, and the segments that run the partition. If the graph computes nothing, it is
+    left out and its operations are interpreted."""
     if traced is None or not any(r.op == "call_function" for r in traced.results):
         return None, [Segment((n,)) for n in partition.ops]
     module = traced.module
@@ -188,12 +213,16 @@ def graph_and_segments(name: str, partition: Partition, traced: TracedPartition 
             continue
         used.append((kind, key, fake))
     constants: dict[str, tuple[str, torch.Tensor]] = {}
-    lift_constants(module, constants, next((fake.device for kind, _, fake in used if kind != "size"), torch.device("cpu")))
+    lift_constants(
+        module, constants, next((fake.device for kind, _, fake in used if kind != "size"), torch.device("cpu"))
+    )
     module.graph.lint()
     module.recompile()
     traced.name, traced.used_placeholders = name, used
     count = sum(1 for n in module.graph.nodes if n.op == "call_function")
-    outputs, undefined_outputs, undefined_values = map(tuple, (traced.outputs, traced.undefined_outputs, traced.undefined_values))
+    outputs, undefined_outputs, undefined_values = map(
+        tuple, (traced.outputs, traced.undefined_outputs, traced.undefined_values)
+    )
     return Graph(name, module, *graph_specs(traced, sizes), constants, count), [
         Segment(partition.ops, name, graph_operands(traced, sizes), outputs, undefined_outputs, undefined_values)
     ]
@@ -201,20 +230,30 @@ def graph_and_segments(name: str, partition: Partition, traced: TracedPartition 
 
 def graph_operands(traced: TracedPartition, sizes: Sizes) -> tuple[str, ...]:
     """Return the graph's operands as the package states them: ``input:I``, ``value:V``, ``size:EXPRESSION``."""
-    return tuple(f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{key}" for kind, key, fake in traced.used_placeholders)
+    return tuple(
+        f"size:{sizes.size(fake.shape[0])}" if kind == "size" else f"{kind}:{key}"
+        for kind, key, fake in traced.used_placeholders
+    )
 
 
 def graph_specs(traced: TracedPartition, sizes: Sizes) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Return the specs of the graph's inputs and outputs."""
     words = {"input": "tensor {}", "value": "the gradient %v{}", "size": "size {}"}
     inputs = tuple(sizes.spec(words[kind].format(key), fake, False) for kind, key, fake in traced.used_placeholders)
-    return inputs, tuple(sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.outputs, traced.results, strict=True))
+    return inputs, tuple(
+        sizes.spec(f"%v{v}", node.meta["val"], False) for v, node in zip(traced.outputs, traced.results, strict=True)
+    )
 
 
 def gradient_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides that eager gives the gradient of a leaf with these: its own if it is dense, else row-major ones."""
+    """Return the strides that eager gives the gradient of a leaf with these: its own if it is dense, else row-major
+    ones."""
     leaf = torch.empty_strided(shape, stride, device="meta")
-    return tuple(stride) if torch_api.is_non_overlapping_and_dense(leaf) else tuple(torch_api.contiguous_strides(tuple(shape)))
+    return (
+        tuple(stride)
+        if torch_api.is_non_overlapping_and_dense(leaf)
+        else tuple(torch_api.contiguous_strides(tuple(shape)))
+    )
 
 
 def input_name(tape: Tape, index: int) -> str:
@@ -232,7 +271,8 @@ class _FunctionModule(nn.Module):
 
 
 def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
-    """Split ``operator.mul(16, s0, s1)`` into two products. The tracer writes it for three sizes, and Python cannot call it (torch 2.13)."""
+    """Split ``operator.mul(16, s0, s1)`` into two products. The tracer writes it for three sizes, and Python cannot
+    call it (torch 2.13)."""
     for node in list(module.graph.nodes):
         if node.target in (operator.mul, operator.add) and len(node.args) > 2:
             first, *rest = node.args
@@ -240,16 +280,21 @@ def _split_variadic_arithmetic(module: torch.fx.GraphModule) -> None:
             with module.graph.inserting_before(node):
                 for factor in rest:
                     previous, new_node = new_node, module.graph.call_function(node.target, (new_node, factor))
-                    new_node.meta["val"] = node.target(*(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (previous, factor)))
+                    new_node.meta["val"] = node.target(
+                        *(a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in (previous, factor))
+                    )
             node.replace_all_uses_with(new_node)
             module.graph.erase_node(node)
 
 
 def _with_gradient_strides(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """Return ``grad`` with the strides that eager gives a leaf's gradient: the leaf's own if it is dense, else row-major ones."""
+    """Return ``grad`` with the strides that eager gives a leaf's gradient: the leaf's own if it is dense, else
+    row-major ones."""
     if grad.layout is not torch.strided or grad.shape != leaf.shape:
         return grad
-    strides = leaf.stride() if torch_api.is_non_overlapping_and_dense(leaf) else torch_api.contiguous_strides(leaf.shape)
+    strides = (
+        leaf.stride() if torch_api.is_non_overlapping_and_dense(leaf) else torch_api.contiguous_strides(leaf.shape)
+    )
     if grad.stride() == tuple(strides):
         return grad
     return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)

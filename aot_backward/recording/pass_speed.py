@@ -1,7 +1,8 @@
 """Time a compiled pass against its interpreted tape, and estimate its time in the script.
 
-The whole pass only ran in the script. There eager and interpreted passes were timed (``timed_passes.py``). Here the compiled pass and its interpreted
-tape are timed in turns, on the recorded values. The compiled pass's time in the script follows from the two.
+The whole pass only ran in the script. There eager and interpreted passes were timed (``timed_passes.py``). Here the
+compiled pass and its interpreted tape are timed in turns, on the recorded values. The compiled pass's time in the
+script follows from the two.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ EAGER, INTERPRETED, COMPILED = "eager", "interpreted", "compiled"
 log = logging.getLogger("aot_backward")
 
 
-def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], tune: str, target: str) -> Speed | None:
-    """Return microseconds of a whole pass at the recorded sizes; None if too few passes were timed, or the code cannot run without the script."""
+def measure(
+    program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], tune: str, target: str
+) -> Speed | None:
+    """Return microseconds of a whole pass at the recorded sizes; None if too few passes were timed, or the code cannot
+    run without the script."""
     tape = program.structure.tape
     calls = [op for op in tape.ops if op.kind in CALLS_OUT]
     if _reads_contexts(tape, spec):
@@ -78,7 +82,8 @@ def measure(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libr
 
 
 def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
-    """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a number of passes; or ""."""
+    """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a
+    number of passes; or ""."""
     if not target.startswith("cpu"):
         return "not timed against eager, because only code for a CPU is timed"
     if _reads_contexts(program.structure.tape, spec):
@@ -102,13 +107,17 @@ def slower(program: TracedProgram, speed: Speed) -> str:
     return f"{program.name}: {timings}{program.structure.location()}"
 
 
-def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass) -> dict[str, stopwatch.Call]:
+def _calls(
+    program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], example: ExamplePass
+) -> dict[str, stopwatch.Call]:
     """Return the pass, interpreted and compiled, as calls on the recorded values and separate leaves."""
     tape = program.structure.tape
     device = spec.inputs[0].device if spec.inputs else "cpu"
     constants = {key: tensor for graph in program.graphs for key, tensor in graph.constants.values()}
     local_spec = replace(spec, ambient=current_ambient(device))
-    structure = Structure(tape, StructureSpec(program.fingerprint, tape.nodes, len(tape.ops), (local_spec,)), libraries, constants)
+    structure = Structure(
+        tape, StructureSpec(program.fingerprint, tape.nodes, len(tape.ops), (local_spec,)), libraries, constants
+    )
     leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
     values = PassContract(spec).symbol_values(example.shapes, example.sizes)
     inputs = []
@@ -116,8 +125,12 @@ def _calls(program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Libra
         recorded_input = example.inputs.get(i)
         if recorded_input is None:
             strides = tuple(evaluate(s, values) for s in input_spec.stride)
-            recorded_input = torch.empty_strided(example.shapes[i], strides, dtype=dtype_of(input_spec.dtype), device=input_spec.device)
-        inputs.append(recorded_input.detach().requires_grad_(input_spec.requires_grad) if i in leaves else recorded_input)
+            recorded_input = torch.empty_strided(
+                example.shapes[i], strides, dtype=dtype_of(input_spec.dtype), device=input_spec.device
+            )
+        inputs.append(
+            recorded_input.detach().requires_grad_(input_spec.requires_grad) if i in leaves else recorded_input
+        )
     operands = Operands(inputs, list(example.sizes), list(program.observation.scalars), (), ())
 
     def interpreted() -> None:

@@ -64,7 +64,14 @@ class Recording:
         on_cpu = target.startswith("cpu")  # on a GPU a pass is only queued when the call returns
         self.passes = ObservedPasses(times_eager=tune != "none" and on_cpu)
         self.steps = ObservedSteps() if optimizer and on_cpu else None
-        self.replaying = Replaying(package, entry, max_structures=max_structures, optimizer=optimizer, observer=self.passes, step_observer=self.steps)
+        self.replaying = Replaying(
+            package,
+            entry,
+            max_structures=max_structures,
+            optimizer=optimizer,
+            observer=self.passes,
+            step_observer=self.steps,
+        )
         self.report, self.tapes = self.replaying.report, self.replaying.tapes
         self.tune = tune
         self.path, self.entry, self.target, self.progress = path, entry, target, progress
@@ -127,7 +134,9 @@ class Recording:
             for words, reason in self.steps.clippings.refused.items():
                 self.skipped[f"{words}: {reason}"] += 1
         if self.replaying.table.full:
-            limit = f"after {self.replaying.table.max_structures} structures (max_structures), further ones ran in eager"
+            limit = (
+                f"after {self.replaying.table.max_structures} structures (max_structures), further ones ran in eager"
+            )
             self.skipped[f"the structure kept changing: {limit}. {_CONSTANTS}"] += 1
         kind = error[0]
         is_complete = kind is None or (
@@ -178,16 +187,18 @@ def record(
 ) -> Recording:
     """Observe every backward pass in a context; when it closes, compile the new ones and add them to a package.
 
-    Inside, passes are interpreted with eager's gradients; if an existing package has a variant for a pass, it runs from there. Sizes that changed
-    between passes become dynamic, so let the script see at least two batch sizes. Each compiled pass is compared with the recorded values. If it
-    differs or cannot be traced, it is left out, with the reason in ``skipped``. Recording needs memory for two passes of each structure.
+    Inside, passes are interpreted with eager's gradients; if an existing package has a variant for a pass, it runs from
+    there. Sizes that changed between passes become dynamic, so let the script see at least two batch sizes. Each
+    compiled pass is compared with the recorded values. If it differs or cannot be traced, it is left out, with the
+    reason in ``skipped``. Recording needs memory for two passes of each structure.
 
-    The most expensive structures are compiled first. Compiled code that is not faster than eager by 10 % and 40 µs a pass is left out and listed in
-    ``slower``. A ``KeyboardInterrupt`` ends the block like a finished script. While structures are compiled, it ends the compilation: finished
-    ones are in the package. Nothing is written if the block ends by another exception.
+    The most expensive structures are compiled first. Compiled code that is not faster than eager by 10 % and 40 µs a
+    pass is left out and listed in ``slower``. A ``KeyboardInterrupt`` ends the block like a finished script. While
+    structures are compiled, it ends the compilation: finished ones are in the package. Nothing is written if the block
+    ends by another exception.
 
-    If a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records; in the others the context does
-    nothing. Passes of ``DistributedDataParallel`` run in eager.
+    If a launcher such as torchrun has started several processes on a machine, the first (``LOCAL_RANK`` 0) records; in
+    the others the context does nothing. Passes of ``DistributedDataParallel`` run in eager.
 
     Args:
         path: The package to write, or to add to. None compiles nothing and only keeps ``tapes``.
@@ -195,12 +206,14 @@ def record(
         target: One target, as for :func:`aot_backward.export`.
         progress: A function that is called as ``progress(stage, done, total)``.
         max_structures: The number of new structures after which further ones run in eager; ``skipped`` says so.
-        tune: "quick" times, on a CPU, up to eighty passes of each kind in eager, between the others, and each compiled pass against its interpreted
-            tape. "none" times nothing, and keeps all code. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
-        optimizer: Whether to compile, on a CPU, steps of ``torch.optim`` optimizers whose kind comes more than once after the step that makes the
-            state, ``clip_grad_norm_`` and ``clip_grad_value_``.
-        min_seen: The number of passes from which on a structure is compiled. One that the package has a variant of is compiled from the first.
-        time_limit: The seconds after which no further structure is begun; one is always compiled.
+        tune: "quick" times, on a CPU, up to eighty passes of each kind in eager, between the others, and each compiled
+            pass against its interpreted tape. "none" times nothing, and keeps all code. The default is
+            ``$AOT_BACKWARD_TUNE``, else "quick".
+        optimizer: Whether to compile, on a CPU, steps of ``torch.optim`` optimizers whose kind comes more than once
+            after the step that makes the state, ``clip_grad_norm_`` and ``clip_grad_value_``.
+        min_seen: The number of passes from which on a structure is compiled. One that the package has a variant of is
+        compiled from the first. time_limit: The seconds after which no further structure is begun; one is always
+        compiled.
 
     Returns:
         The context.

@@ -1,4 +1,5 @@
-"""The data kept of one structure of backward passes: its tape, the differences between passes, and values to check compiled code against."""
+"""The data kept of one structure of backward passes: its tape, the differences between passes, and values to check
+compiled code against."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ DEFAULT_ENTRY = "backward"
 """The name of the ``replay`` entry to which recorded passes are added."""
 
 _MIN_TIMES = 2, 4  # minimum numbers of passes timed in the script: interpreted, and in eager; guesses
-_TIMED = 64  # the most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
+# The most different passes of a structure that are timed: bounds memory if passes differ each time; a guess
+_TIMED = 64
 
 
 @dataclass
 class PassTimes:
-    """The shortest seconds of the passes of one observation in the script. ``engine``: the part of an interpreted pass in which the engine recognizes
-    it and releases saved tensors."""
+    """The shortest seconds of the passes of one observation in the script. ``engine``: the part of an interpreted pass
+    in which the engine recognizes it and releases saved tensors."""
 
     engine: float = math.inf
     interpreted: float = math.inf  # the rest of an interpreted pass
@@ -42,7 +44,8 @@ class PassTimes:
 
 @dataclass
 class ExamplePass:
-    """The values of one pass, to check the compiled one against: its tensors, and each operation's results, by their numbers on the tape."""
+    """The values of one pass, to check the compiled one against: its tensors, and each operation's results, by their
+    numbers on the tape."""
 
     inputs: dict[int, torch.Tensor]
     shapes: tuple[tuple[int, ...], ...]  # of all its tensors
@@ -53,8 +56,8 @@ class ExamplePass:
 
 @dataclass
 class TypicalPass:
-    """The time of an interpreted pass of a structure. Passes with copied values count only until there is another: they come first, and include
-    PyTorch's one-time work in a process."""
+    """The time of an interpreted pass of a structure. Passes with copied values count only until there is another: they
+    come first, and include PyTorch's one-time work in a process."""
 
     _seconds: float = 0.0
     _passes: int = 0
@@ -79,13 +82,15 @@ class RecordedStructure:
     """The passes of one structure that a context interpreted, because its package lacks a variant for them."""
 
     tape: Tape
-    observations: dict[Observation, int] = field(default_factory=dict)  # with the number of interpreted passes that match it
+    # With the number of interpreted passes that match it
+    observations: dict[Observation, int] = field(default_factory=dict)
     further: int = 0  # interpreted passes that match none of these
     examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
     times: dict[Observation, PassTimes] = field(default_factory=dict)
     seconds: float = math.inf  # of the fastest interpreted pass
     typical: TypicalPass = field(default_factory=TypicalPass)
-    contexts: dict[int, PlainContext] = field(default_factory=dict)  # of custom functions that may be traced, by the number of the hook
+    # Of custom functions that may be traced, by the number of the hook
+    contexts: dict[int, PlainContext] = field(default_factory=dict)
     line: str = ""  # of the script that called the first such pass
     layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
 
@@ -106,7 +111,8 @@ class RecordedStructure:
         return (interpreted + in_eager) * self.typical.seconds
 
     def times_of(self, observation: Observation) -> PassTimes:
-        """Return the times of an observation. They are kept for a limited number: beyond it, an observation that came once is dropped."""
+        """Return the times of an observation. They are kept for a limited number: beyond it, an observation that came
+        once is dropped."""
         if observation not in self.times and len(self.times) >= _TIMED:
             once = next((o for o, t in self.times.items() if t.times_interpreted <= 1), None)
             if once is None:
@@ -115,13 +121,15 @@ class RecordedStructure:
         return self.times.setdefault(observation, PassTimes())
 
     def is_untimed(self, observation: Observation) -> bool:
-        """Return whether too few passes like ``observation`` were timed to compare compiled code with eager. False if there is another answer: code
-        that includes custom functions is kept without times, and a tensor that compiled code cannot take is refused by name."""
+        """Return whether too few passes like ``observation`` were timed to compare compiled code with eager. False if
+        there is another answer: code that includes custom functions is kept without times, and a tensor that compiled
+        code cannot take is refused by name."""
         answered = self.contexts or any(t.unsupported for t in observation.inputs)
         return not answered and not any(e.times.enough for _, e in self.examples.get(observation.kind(), []))
 
     def location(self, node: int | None = None) -> str:
-        """Return the place of such a pass, or of a node of it, in the script: `` (TanhBackward0, backward called at train.py:12)``, or nothing."""
+        """Return the place of such a pass, or of a node of it, in the script: `` (TanhBackward0, backward called at
+        train.py:12)``, or nothing."""
         parts = []
         if node is not None:
             parts.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))

@@ -21,7 +21,9 @@ from .pass_graphs import TracedPartition, TraceError, assume_results, input_name
 from .recorded_structure import ExamplePass, RecordedStructure
 
 _MAX_VARIANTS = 8  # of one structure: bounds the time of compiling and the size of a package; a guess
-_MAX_OPAQUE = 4  # kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences; a guess
+# Kinds of nodes that are not compiled because they read their tensors' values, such as the lengths of packed sequences;
+# a guess
+_MAX_OPAQUE = 4
 _PREFIX = "pass"  # of the graphs' names
 
 
@@ -66,8 +68,8 @@ def trace_structures(
     skipped: Counter[str],
     say: Progress,
 ) -> list[TracedProgram]:
-    """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint. ``timed``: whether passes
-    that were not timed often enough in the script are left out."""
+    """Trace ``structures``, by fingerprint. ``known_variants``: variants that the package already has, by fingerprint.
+    ``timed``: whether passes that were not timed often enough in the script are left out."""
     programs: list[TracedProgram] = []
     for done, (fingerprint, structure) in enumerate(structures.items()):
         say("trace", done, len(structures))
@@ -81,7 +83,9 @@ def _trace_structure(
 ) -> list[TracedProgram]:
     out = []
     observations = structure.observations
-    by_frequency = sorted(group_observations(list(observations), variants), key=lambda g: -sum(observations.get(o, 0) for o in g))
+    by_frequency = sorted(
+        group_observations(list(observations), variants), key=lambda g: -sum(observations.get(o, 0) for o in g)
+    )
     for number, group in enumerate(by_frequency, len(variants)):
         name = f"{_PREFIX}.{fingerprint[:12]}.{number}"
         if number >= _MAX_VARIANTS:
@@ -91,7 +95,8 @@ def _trace_structure(
             continue
         try:
             out.append(_trace_variant(fingerprint, name, structure, group, fake_mode))
-        except Exception as error:  # the engine's formulas run on fake tensors, and any operator may lack an implementation for them
+        # The engine's formulas run on fake tensors, and any operator may lack an implementation for them
+        except Exception as error:
             node = error.node if isinstance(error, TraceError) else None
             cause = error.__cause__ or error if isinstance(error, TraceError) else error
             first = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
@@ -100,7 +105,9 @@ def _trace_structure(
     return out
 
 
-def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, group: Sequence[Observation], fake_mode: Any) -> TracedProgram:
+def _trace_variant(
+    fingerprint: str, name: str, structure: RecordedStructure, group: Sequence[Observation], fake_mode: Any
+) -> TracedProgram:
     observation = group[0]
     _refuse_unsupported(structure, observation)
     shapes = make_symbolic(group, fake_mode, name.replace(".", "_"))
@@ -115,13 +122,25 @@ def _trace_variant(fingerprint: str, name: str, structure: RecordedStructure, gr
         try:
             for p in partitions:
                 if p.compiled:
-                    traced.append(trace_partition(tape, p, shapes, values, observation.scalars, observation.ambient, structure.contexts, fake_mode))
+                    traced.append(
+                        trace_partition(
+                            tape,
+                            p,
+                            shapes,
+                            values,
+                            observation.scalars,
+                            observation.ambient,
+                            structure.contexts,
+                            fake_mode,
+                        )
+                    )
                 else:
                     assume_results(tape.ops[p.ops[0]], examples, values, shapes, fake_mode)
         except Exception as error:
             if trace_customs:  # a custom backward may fail on fake tensors: call it uncompiled
                 trace_customs = False
-            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:  # likewise for a PyTorch node
+            # Likewise for a PyTorch node
+            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:
                 opaque.add(error.name)
             else:
                 raise

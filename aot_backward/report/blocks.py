@@ -19,14 +19,20 @@ def facts(rows: Iterable[tuple[str, Child]]) -> Html:
     return element("dl", [(element("dt", term), element("dd", value)) for term, value in rows if value], class_="facts")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int] = (), total: Sequence[Child] = ()) -> Html:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[Child]], numbers: Sequence[int] = (), total: Sequence[Child] = ()
+) -> Html:
     """Return a table. ``numbers``: the columns that are right-aligned."""
 
     def row(cells: Sequence[Child], tag: str = "td") -> Html:
         return element("tr", [element(tag, cell, class_="n" if i in numbers else None) for i, cell in enumerate(cells)])
 
     foot = element("tfoot", row(total)) if total else None
-    return element("div", element("table", element("thead", row(header, "th")), element("tbody", map(row, rows)), foot), class_="wide")
+    return element(
+        "div",
+        element("table", element("thead", row(header, "th")), element("tbody", map(row, rows)), foot),
+        class_="wide",
+    )
 
 
 def folded(items: Sequence[Child], noun: str) -> Child:

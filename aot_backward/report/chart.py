@@ -9,11 +9,13 @@ from .graph_views import Column, View
 from .markup import Html, element
 from .wording import size_in_words
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34  # the drawing and its margins, in units of the SVG
+# The drawing and its margins, in units of the SVG
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 250, 72, 16, 30, 34
 
 
 def chart(view: View, number: int) -> Html:
-    """Draw live bytes at each node of ``view``'s graphs, one after another. ``number``: the view's; the script finds the view by it."""
+    """Draw live bytes at each node of ``view``'s graphs, one after another. ``number``: the view's; the script finds
+    the view by it."""
     lengths = [len(c.use.live) for c in view.columns]
     top = max(max(c.use.live) for c in view.columns) or 1
     step = _nice(top / 4)
@@ -27,7 +29,9 @@ def chart(view: View, number: int) -> Html:
     for tick in range(round(ceiling / step) + 1):
         at = f"{y(tick * step):.1f}"
         parts.append(element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=at, y2=at, class_="grid"))
-        parts.append(element("text", size_in_words(int(tick * step)), x=_LEFT - 8, y=at, dy="0.32em", class_="tick end"))
+        parts.append(
+            element("text", size_in_words(int(tick * step)), x=_LEFT - 8, y=at, dy="0.32em", class_="tick end")
+        )
     start = 0
     for i, column in enumerate(view.columns):
         left, right = _LEFT + start * across, _LEFT + (start + lengths[i]) * across
@@ -48,8 +52,17 @@ def chart(view: View, number: int) -> Html:
     start = sum(lengths[:-1])
     parts += _peak(view.columns[-1], _LEFT + start * across, across, y)
     alt = f"Live bytes over {view.in_words}: at most {size_in_words(max(view.columns[-1].use.live))} in the {view.columns[-1].role}"
-    drawing = element("svg", element("g", parts), element("g", class_="probe"), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=alt)
-    box = element("div", drawing, class_="chart", data_view=number, data_left=_LEFT, data_right=_RIGHT, data_width=_WIDTH)
+    drawing = element(
+        "svg",
+        element("g", parts),
+        element("g", class_="probe"),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_label=alt,
+    )
+    box = element(
+        "div", drawing, class_="chart", data_view=number, data_left=_LEFT, data_right=_RIGHT, data_width=_WIDTH
+    )
     return element("figure", element("figcaption", element("strong", view.title), ": ", _caption(view)), box)
 
 
@@ -77,7 +90,9 @@ def _peak(column: Column, left: float, across: float, y: Callable[[float], float
     label = f"peak {size_in_words(column.use.live[peak])}: {column.drawing.nodes[peak].name}"
     return [
         element("circle", cx=f"{x:.1f}", cy=f"{top:.1f}", r=3.5, class_="peak"),
-        element("text", label, x=f"{x + (-8 if side == 'end' else 8):.1f}", y=f"{top - 9:.1f}", class_=f"note strong {side}"),
+        element(
+            "text", label, x=f"{x + (-8 if side == 'end' else 8):.1f}", y=f"{top - 9:.1f}", class_=f"note strong {side}"
+        ),
     ]
 
 

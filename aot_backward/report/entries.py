@@ -28,11 +28,21 @@ from aot_backward_runtime.package.targets import standalone_by_target, targets_o
 from .blocks import SHOWN, code, facts, folded, line, section
 from .graph_views import order_in_words, owner, variant_title
 from .markup import Child, Html, element
-from .wording import Words, ambient_in_words, counted, pass_speed_in_words, speed_in_words, standalone_in_words, verdict_in_words
+from .wording import (
+    Words,
+    ambient_in_words,
+    counted,
+    pass_speed_in_words,
+    speed_in_words,
+    standalone_in_words,
+    verdict_in_words,
+)
 
 
 def entries(archive: Archive) -> Html:
-    return section("entries", "Entries", [_entry(name, entry, archive) for name, entry in archive.manifest.entries.items()])
+    return section(
+        "entries", "Entries", [_entry(name, entry, archive) for name, entry in archive.manifest.entries.items()]
+    )
 
 
 def _layer(layer: LayerSpec) -> str:
@@ -42,10 +52,17 @@ def _layer(layer: LayerSpec) -> str:
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     specs = entry.program_state
-    parameters, frozen = [s for s in specs if s.parameter], [s.name for s in specs if s.parameter and not s.requires_grad]
+    parameters, frozen = (
+        [s for s in specs if s.parameter],
+        [s.name for s in specs if s.parameter and not s.requires_grad],
+    )
     elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
     ties = len(specs) - len({s.weight for s in specs})
-    state = f"{counted(len(parameters), 'parameter')} with {elements:,} elements, {counted(len(specs) - len(parameters), 'buffer')}" if specs else ""
+    state = (
+        f"{counted(len(parameters), 'parameter')} with {elements:,} elements, {counted(len(specs) - len(parameters), 'buffer')}"
+        if specs
+        else ""
+    )
     rows: list[tuple[str, Child]] = [
         ("State", f"{state}{f', {ties} tied to others' if ties else ''}" if state else None),
         ("Frozen", folded(list(map(code, frozen)), "parameters") if frozen else None),
@@ -53,7 +70,10 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
         *_step(entry),
         ("Layers", folded([code(_layer(layer)) for layer in entry.layers], "layers") if entry.layers else None),
         ("Metadata", entry.metadata or None),
-        ("Without PyTorch", standalone_in_words(standalone_by_target(archive.manifest, name)) if entry.kind != "replay" else None),
+        (
+            "Without PyTorch",
+            standalone_in_words(standalone_by_target(archive.manifest, name)) if entry.kind != "replay" else None,
+        ),
     ]
     parts = [_variant(number, v, entry, archive) for number, v in enumerate(entry.variants)]
     parts += [_structure(s, archive) for s in entry.structures]
@@ -77,10 +97,15 @@ def _clipping(clipping: ClippingSpec, archive: Archive) -> Html:
     """Describe a recorded script's clipping of gradients."""
     gradients = len(archive.manifest.libraries[clipping.library].inputs) - 1
     rows: list[tuple[str, Child]] = [
-        ("Gradients", f"{gradients:,}{f', by their norm of order {clipping.norm_type}' if clipping.norm_type else ', by value'}"),
+        (
+            "Gradients",
+            f"{gradients:,}{f', by their norm of order {clipping.norm_type}' if clipping.norm_type else ', by value'}",
+        ),
         *_in_place(clipping, archive),
     ]
-    return element("div", element("h4", "Calls of ", code(f"torch.nn.utils.{clipping.function}")), facts(rows), class_="variant")
+    return element(
+        "div", element("h4", "Calls of ", code(f"torch.nn.utils.{clipping.function}")), facts(rows), class_="variant"
+    )
 
 
 def _in_place(spec: UpdateSpec | ClippingSpec, archive: Archive) -> Iterator[tuple[str, Child]]:
@@ -99,7 +124,10 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     yield from _groups(step.groups, step.numbers)
     numbers = {n.key: n.value for n in step.numbers if n.group == -1}
     yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in numbers.items() if key != "loss_scale")
-    yield "Loss scale", f"{numbers['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in numbers else None
+    yield (
+        "Loss scale",
+        f"{numbers['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in numbers else None,
+    )
     yield "Gradients", "can be accumulated over calls" if step.update else "every call is an update"
     yield "Not finite", "an update is skipped if the gradients have Inf or NaN" if step.finite else None
 
@@ -122,16 +150,29 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Call", call),
         ("Arguments", _tensors(v.inputs, words, entry.kind == "module")),
         ("Results", _tensors(v.outputs, words)),
-        ("Sizes", [line(element("b", label), f": {bounds}", f" ({place})" if place else "") for label, bounds, place in words.ranges()]),
+        (
+            "Sizes",
+            [
+                line(element("b", label), f": {bounds}", f" ({place})" if place else "")
+                for label, bounds, place in words.ranges()
+            ],
+        ),
         ("Only if", [line(c) for c in (*words.conditions(), *_constants(v), *ambient_in_words(v.ambient))]),
         ("In the other mode", folded(list(map(code, v.set_apart)), "submodules") if v.set_apart else None),
         ("Gradients of", _gradients(v) if not entry.names else None),
         ("Never reached", folded([code(owner(u, v.inputs)) for u in v.unreached], "tensors") if v.unreached else None),
-        ("Derivatives", ", ".join(order_in_words(i) for i in range(1, len(v.orders) + 1)) if len(v.orders) > 1 else None),
+        (
+            "Derivatives",
+            ", ".join(order_in_words(i) for i in range(1, len(v.orders) + 1)) if len(v.orders) > 1 else None,
+        ),
         ("Randomness", "draws random numbers" if v.random else None),
         ("Changes", _changes(v)),
         *_compared(v.verdict, v.verdicts, archive),
-        *(row for derivative in v.orders[1:] for row in _compared(derivative.verdict, derivative.verdicts, archive, "Derivatives compared")),
+        *(
+            row
+            for derivative in v.orders[1:]
+            for row in _compared(derivative.verdict, derivative.verdicts, archive, "Derivatives compared")
+        ),
         ("Speed when it was exported", list(map(line, speed_in_words(v.speed))) if v.speed else None),
     ]
     title = None if single else element("h4", variant_title(number, v).capitalize())
@@ -140,7 +181,10 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
 
 def _tensors(specs: Sequence[TensorSpec], words: Words, gradients: bool = False) -> Child:
     """Describe tensors. ``gradients``: mark the tensors that may get one."""
-    rows = [line(element("b", s.name), f": {words.tensor(s)}{', gets a gradient' if gradients and s.requires_grad else ''}") for s in specs]
+    rows = [
+        line(element("b", s.name), f": {words.tensor(s)}{', gets a gradient' if gradients and s.requires_grad else ''}")
+        for s in specs
+    ]
     if len(rows) <= SHOWN + 3:
         return rows
     return [*rows[:SHOWN], element("details", element("summary", f"and {len(rows) - SHOWN:,} more"), rows[SHOWN:])]
@@ -150,7 +194,10 @@ def _constants(v: VariantSpec) -> Iterator[str]:
     """Yield arguments that are not tensors, which must be equal to the exported values."""
     positional, keywords = v.in_tree.children if len(v.in_tree.children) == 2 else (v.in_tree, v.in_tree)
     labels = [*v.argument_names, *(f"args[{i}]" for i in range(len(v.argument_names), len(positional.children)))]
-    for label, child in [*zip(labels, positional.children, strict=False), *zip(map(str, keywords.keys), keywords.children, strict=False)]:
+    for label, child in [
+        *zip(labels, positional.children, strict=False),
+        *zip(map(str, keywords.keys), keywords.children, strict=False),
+    ]:
         yield from _fixed(child, label)
 
 
@@ -167,7 +214,13 @@ def _gradients(v: VariantSpec) -> Child:
     names = [owner(g.of, v.inputs) for g in plan.gradients if g.source] if plan else []
     missing = [owner(g.of, v.inputs) for g in plan.gradients if not g.source] if plan else []
     parts = [folded(list(map(code, names)), "tensors") if names else None]
-    return [*parts, line("None, as in eager: ", folded(list(map(code, missing)), "tensors"))] if missing else parts if names else None
+    return (
+        [*parts, line("None, as in eager: ", folded(list(map(code, missing)), "tensors"))]
+        if missing
+        else parts
+        if names
+        else None
+    )
 
 
 def _changes(v: VariantSpec) -> Child:
@@ -176,12 +229,19 @@ def _changes(v: VariantSpec) -> Child:
     return folded(list(map(code, names)), "tensors") if names else None
 
 
-def _compared(first: Verdict, rest: Sequence[Verdict], archive: Archive, term: str = "Compared") -> Iterator[tuple[str, Child]]:
+def _compared(
+    first: Verdict, rest: Sequence[Verdict], archive: Archive, term: str = "Compared"
+) -> Iterator[tuple[str, Child]]:
     targets = targets_of(archive.manifest)
     lines = []
     for target, verdict in zip(targets, (first, *rest), strict=False):
         is_verified = verdict.status == "verified"
-        lines.append(line(f"{target.label}: " if rest else "", element("span", verdict_in_words(verdict), class_="good" if is_verified else "open")))
+        lines.append(
+            line(
+                f"{target.label}: " if rest else "",
+                element("span", verdict_in_words(verdict), class_="good" if is_verified else "open"),
+            )
+        )
     yield term, lines
 
 
@@ -194,7 +254,9 @@ def _structure(s: StructureSpec, archive: Archive) -> Html:
         ("Uncompiled", f"{s.seconds * 1e6:,.0f} µs when it was recorded" if s.seconds else None),
     ]
     variants = [_pass(number, v, archive) for number, v in enumerate(s.variants)]
-    return element("div", element("h4", "Structure ", code(s.fingerprint[:12])), facts(rows), variants, class_="variant")
+    return element(
+        "div", element("h4", "Structure ", code(s.fingerprint[:12])), facts(rows), variants, class_="variant"
+    )
 
 
 def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
@@ -202,7 +264,13 @@ def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
     rows: list[tuple[str, Child]] = [
         (f"Variant {number}", ", ".join(_steps(v)) or "nothing to run"),
         ("Tensors", _tensors(v.inputs, words)),
-        ("Sizes", [line(element("b", label), f": {bounds}", f" ({place})" if place else "") for label, bounds, place in words.ranges()]),
+        (
+            "Sizes",
+            [
+                line(element("b", label), f": {bounds}", f" ({place})" if place else "")
+                for label, bounds, place in words.ranges()
+            ],
+        ),
         ("Only if", [line(c) for c in (*words.conditions(), *ambient_in_words(v.ambient))]),
         ("Numbers", ", ".join(f"{n:g}" for n in v.scalars)),
         *_compared(v.verdict, v.verdicts, archive),

@@ -1,5 +1,5 @@
-"""Model of a portable graph (``docs/format.md``, section 6) for display. The graph is untrusted: each part is checked, and no operator is looked up
-or called."""
+"""Model of a portable graph (``docs/format.md``, section 6) for display. The graph is untrusted: each part is checked,
+and no operator is looked up or called."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """``operator``: "placeholder", "weight", "constant", "graph", "output", or an operator's full name. ``inputs``: the nodes that it reads, each
-    once. ``tensors``: one for each item of its value, None if the item is not a tensor; ``several``: the value is a list of items."""
+    """``operator``: "placeholder", "weight", "constant", "graph", "output", or an operator's full name. ``inputs``: the
+    nodes that it reads, each once. ``tensors``: one for each item of its value, None if the item is not a tensor;
+    ``several``: the value is a list of items."""
 
     operator: str
     name: str
@@ -78,8 +79,11 @@ class Drawing:
 
 
 def drawings(archive: Archive) -> dict[str, Drawing]:
-    """Return the drawing of every library with a portable graph. Raise :class:`PackageError` naming a damaged graph and the node in it."""
-    return {name: _drawing(name, archive, spec.graph) for name, spec in archive.manifest.libraries.items() if spec.graph}
+    """Return the drawing of every library with a portable graph. Raise :class:`PackageError` naming a damaged graph and
+    the node in it."""
+    return {
+        name: _drawing(name, archive, spec.graph) for name, spec in archive.manifest.libraries.items() if spec.graph
+    }
 
 
 def _drawing(name: str, archive: Archive, member: str) -> Drawing:
@@ -88,7 +92,9 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
         lines = tuple(map(_line, form["lines"]))
         sizes = _sizes(form.get("sizes", {}))
         nodes: list[Node] = []
-        for parts, node_name, metadata, place in zip(form["nodes"], form["names"], form["looks"], form["places"], strict=True):
+        for parts, node_name, metadata, place in zip(
+            form["nodes"], form["names"], form["looks"], form["places"], strict=True
+        ):
             try:
                 nodes.append(_node(parts, node_name, metadata, place, nodes, len(lines), sizes))
             except _Malformed as error:
@@ -98,7 +104,9 @@ def _drawing(name: str, archive: Archive, member: str) -> Drawing:
             raise _Malformed("expected one output, as the last node")
         results = tuple(r["node"] if isinstance(r, dict) and "node" in r else -1 for r in outputs[0][1])
     except (_Malformed, RecursionError) as error:
-        raise PackageError(f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {clean(str(error))}") from error
+        raise PackageError(
+            f"corrupt package {archive.path}: the portable graph {name} cannot be drawn: {clean(str(error))}"
+        ) from error
     return Drawing(name, tuple(nodes), lines, results, sizes)
 
 
@@ -119,7 +127,9 @@ def _sizes(form: Any) -> dict[str, int]:
     return form
 
 
-def _node(parts: Any, name: Any, metadata: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]) -> Node:
+def _node(
+    parts: Any, name: Any, metadata: Any, place: Any, before: list[Node], lines: int, sizes: Mapping[str, int]
+) -> Node:
     if not isinstance(parts, list) or not parts or not isinstance(parts[0], str):
         raise _Malformed("it has no operator")
     operator = parts[0]
@@ -131,12 +141,21 @@ def _node(parts: Any, name: Any, metadata: Any, place: Any, before: list[Node], 
     if operator == "weight":
         name = parts[1] if isinstance(parts[1], str) else name
     elif operator == "graph":
-        call = f"a body of {len(parts[1]['nodes'])} nodes" if isinstance(parts[1], dict) and isinstance(parts[1].get("nodes"), list) else ""
+        call = (
+            f"a body of {len(parts[1]['nodes'])} nodes"
+            if isinstance(parts[1], dict) and isinstance(parts[1].get("nodes"), list)
+            else ""
+        )
     elif expected > 1:
         _reads(parts[1:], len(before), inputs)
         call = ", ".join(_arguments(parts, before))
     index = -1
-    if operator == "operator:getitem" and isinstance(parts[1], list) and len(parts[1]) == 2 and type(parts[1][1]) is int:
+    if (
+        operator == "operator:getitem"
+        and isinstance(parts[1], list)
+        and len(parts[1]) == 2
+        and type(parts[1][1]) is int
+    ):
         index = parts[1][1]
     several = isinstance(metadata, list) and not (len(metadata) == 3 and isinstance(metadata[0], str))
     tensors = tuple(_tensor(v, sizes) for v in (metadata if several else [metadata]))
@@ -147,7 +166,12 @@ def _node(parts: Any, name: Any, metadata: Any, place: Any, before: list[Node], 
 def _tensor(form: Any, sizes: Mapping[str, int]) -> TensorInfo | None:
     if form is None or form == []:
         return None
-    if not isinstance(form, list) or len(form) != 3 or not isinstance(form[0], str) or not all(isinstance(s, list) for s in form[1:]):
+    if (
+        not isinstance(form, list)
+        or len(form) != 3
+        or not isinstance(form[0], str)
+        or not all(isinstance(s, list) for s in form[1:])
+    ):
         raise _Malformed("its looks: expected dtype, sizes and strides")
     dtype, shape, stride = form
     if not all(type(s) in (int, str) for s in (*shape, *stride)):

@@ -1,4 +1,5 @@
-"""Views of graphs: a variant's forward and backward side by side, any other graph by itself; and names of the inputs and results of each."""
+"""Views of graphs: a variant's forward and backward side by side, any other graph by itself; and names of the inputs
+and results of each."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _LONGEST_LABEL = 40  # characters of a symbol's name, which is repeated in every
 
 @dataclass(frozen=True)
 class Column:
-    """One graph in a view. ``given``: a description of each placeholder, by its node; ``gives``: descriptions of results, by the node behind them.
-    ``labels``: the author's names for the sizes in it."""
+    """One graph in a view. ``given``: a description of each placeholder, by its node; ``gives``: descriptions of
+    results, by the node behind them. ``labels``: the author's names for the sizes in it."""
 
     role: str  # "forward"
     drawing: Drawing
@@ -54,7 +55,12 @@ class View:
     @property
     def saved(self) -> int:
         """Return the bytes of the saved tensors."""
-        return sum(tensor.bytes for node in {b for _, b in self.links} for tensor in self.columns[1].drawing.nodes[node].tensors if tensor)
+        return sum(
+            tensor.bytes
+            for node in {b for _, b in self.links}
+            for tensor in self.columns[1].drawing.nodes[node].tensors
+            if tensor
+        )
 
 
 _Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
@@ -63,10 +69,16 @@ _Drawn = Mapping[str, tuple[Drawing, MemoryUse]]
 def views(manifest: Manifest, drawings: Mapping[str, Drawing]) -> list[View]:
     """Return all views, in the manifest's order."""
     graphs = {name: (drawing, memory_use(drawing)) for name, drawing in drawings.items()}
-    all_views = [view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, graphs) if view.columns]
+    all_views = [
+        view for name, entry in manifest.entries.items() for view in _of_entry(name, entry, graphs) if view.columns
+    ]
     for name, entry in manifest.entries.items():
-        all_views += [view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], graphs)]
-        all_views += [view for c in entry.clippings for view in _of_clipping(name, c, manifest.libraries[c.library], graphs)]
+        all_views += [
+            view for u in entry.updates for view in _of_update(name, u, manifest.libraries[u.library], graphs)
+        ]
+        all_views += [
+            view for c in entry.clippings for view in _of_clipping(name, c, manifest.libraries[c.library], graphs)
+        ]
     return all_views
 
 
@@ -86,14 +98,18 @@ def _of_update(name: str, update: UpdateSpec, library: LibrarySpec, graphs: _Dra
     if update.library in graphs:
         input_names = [spec.name for spec in library.inputs]
         yield View(
-            f"{name}, step of {update.optimizer.rpartition('.')[2]}", (_column("update", graphs[update.library], input_names, [(0, "nothing")], {}),)
+            f"{name}, step of {update.optimizer.rpartition('.')[2]}",
+            (_column("update", graphs[update.library], input_names, [(0, "nothing")], {}),),
         )
 
 
 def _of_clipping(name: str, clipping: ClippingSpec, library: LibrarySpec, graphs: _Drawn) -> Iterator[View]:
     if clipping.library in graphs:
         input_names, result = [spec.name for spec in library.inputs], "norm" if clipping.norm_type else "nothing"
-        yield View(f"{name}, {clipping.function}", (_column("clipping", graphs[clipping.library], input_names, [(0, result)], {}),))
+        yield View(
+            f"{name}, {clipping.function}",
+            (_column("clipping", graphs[clipping.library], input_names, [(0, result)], {}),),
+        )
 
 
 def variant_title(number: int, variant: VariantSpec) -> str:
@@ -106,7 +122,11 @@ def order_in_words(order: int) -> str:
 
 def _of_variant(title: str, v: VariantSpec, graphs: _Drawn) -> Iterator[View]:
     training = _planned(graphs, ("forward", v.forward), ("backward", v.backward), of=v)
-    yield View(title, training, tuple(_links(v.forward, v.backward, *training)) if v.forward and v.backward and len(training) == 2 else ())
+    yield View(
+        title,
+        training,
+        tuple(_links(v.forward, v.backward, *training)) if v.forward and v.backward and len(training) == 2 else (),
+    )
     for plan in (("inference", v.inference), ("gradient", v.gradient), ("step", v.step), ("accumulate", v.accumulate)):
         yield View(title, _planned(graphs, plan, of=v))
 
@@ -128,7 +148,10 @@ def _planned(graphs: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | 
     for role, plan in plans:
         if plan is not None and plan.call is not None and plan.call.library in graphs:
             input_names = [_operand(o, inputs, cotangents, labels) for o in plan.call.operands]
-            result_names = [(_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}") for i, o in enumerate(plan.outputs)]
+            result_names = [
+                (_result(o), f"result {outputs[i].name}" if i < len(outputs) else f"result {i}")
+                for i, o in enumerate(plan.outputs)
+            ]
             result_names += [(_result(o), f"saved {i}") for i, o in enumerate(plan.saved)]
             result_names += [(_result(g.source), f"gradient of {owner(g.of, inputs)}") for g in plan.gradients]
             columns.append(_column(role, graphs[plan.call.library], input_names, result_names, labels))
@@ -136,10 +159,14 @@ def _planned(graphs: _Drawn, *plans: tuple[str, Plan | None], of: VariantSpec | 
 
 
 def _column(
-    role: str, graph: tuple[Drawing, MemoryUse], input_names: Sequence[str], result_names: Sequence[tuple[int, str]], labels: Mapping[str, str]
+    role: str,
+    graph: tuple[Drawing, MemoryUse],
+    input_names: Sequence[str],
+    result_names: Sequence[tuple[int, str]],
+    labels: Mapping[str, str],
 ) -> Column:
-    """Return a column. ``input_names``: descriptions of the library's inputs, in its order; ``result_names``: descriptions of its results, by their
-    number."""
+    """Return a column. ``input_names``: descriptions of the library's inputs, in its order; ``result_names``:
+    descriptions of its results, by their number."""
     drawing, memory = graph
     results: dict[int, tuple[str, ...]] = {}
     for number, label in result_names:
@@ -161,7 +188,9 @@ def _links(first: Plan, second: Plan, forward: Column, backward: Column) -> Iter
             yield node, placeholder
 
 
-def _operand(operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[TensorSpec], labels: Mapping[str, str]) -> str:
+def _operand(
+    operand: str, inputs: Sequence[TensorSpec], cotangents: Sequence[TensorSpec], labels: Mapping[str, str]
+) -> str:
     """Return a description of a call's operand."""
     kind, _, rest = operand.partition(":")
     specs = {"input": inputs, "cotangent": cotangents}.get(kind, ())

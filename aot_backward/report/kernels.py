@@ -1,4 +1,5 @@
-"""Describe kernels: operators by count, operators that are called instead of compiled, and the libraries that native code links."""
+"""Describe kernels: operators by count, operators that are called instead of compiled, and the libraries that native
+code links."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ def kernels(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
 def _role(library: str) -> str:
     """Return the purpose of a graph from its name: ``net.0.forward`` is a forward."""
     last = library.rpartition(".")[2]
-    return last if last in ("forward", "backward", "inference", "gradient", "step", "accumulate", "update") else "recorded"
+    return (
+        last if last in ("forward", "backward", "inference", "gradient", "step", "accumulate", "update") else "recorded"
+    )
 
 
 def _operators(drawings: Mapping[str, Drawing]) -> Html:
     if not drawings:
-        return element("p", "The package holds no graphs as data, so its operators are not known without opening native code.", class_="quiet")
+        return element(
+            "p",
+            "The package holds no graphs as data, so its operators are not known without opening native code.",
+            class_="quiet",
+        )
     roles = list(dict.fromkeys(map(_role, drawings)))
     counts: dict[str, Counter[str]] = {}
     for name, drawing in drawings.items():
@@ -36,7 +43,12 @@ def _operators(drawings: Mapping[str, Drawing]) -> Html:
     largest = max((c.total() for _, c in ordered), default=1)
 
     def row(operator: str, count: Counter[str]) -> Sequence[Child]:
-        bar = element("svg", element("rect", width=f"{100 * count.total() / largest:.1f}", height=8, rx=1), class_="mini", viewBox="0 0 100 8")
+        bar = element(
+            "svg",
+            element("rect", width=f"{100 * count.total() / largest:.1f}", height=8, rx=1),
+            class_="mini",
+            viewBox="0 0 100 8",
+        )
         return [code(operator), *(f"{count[r]:,}" if count[r] else "·" for r in roles), f"{count.total():,}", bar]
 
     header, numbers = ("Operator", *roles, "All", ""), range(1, len(roles) + 2)
@@ -44,7 +56,9 @@ def _operators(drawings: Mapping[str, Drawing]) -> Html:
     if len(ordered) <= SHOWN:
         return main_table
     rest_table = table(header, [row(*c) for c in ordered[SHOWN:]], numbers)
-    return Html(main_table + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table))
+    return Html(
+        main_table + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table)
+    )
 
 
 def _kernel_calls(archive: Archive) -> Html:
@@ -56,14 +70,22 @@ def _kernel_calls(archive: Archive) -> Html:
     builds = [b for spec in manifest.libraries.values() for b in spec.every_build]
     libraries = sorted({n for b in builds for n in b.needed})
     glibc, glibcxx = (max((getattr(b, f) for b in builds), key=_numeric, default="") for f in ("glibc", "glibcxx"))
-    lines = [line(code(o), f" in {', '.join(graphs)}{_registered(manifest.operators.get(o))}") for o, graphs in by_operator.items()]
+    lines = [
+        line(code(o), f" in {', '.join(graphs)}{_registered(manifest.operators.get(o))}")
+        for o, graphs in by_operator.items()
+    ]
     note = "Matrix products, convolutions and other kernels that the compiler does not write itself are calls into libtorch, and not listed."
-    versions = ", ".join(f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version)
+    versions = ", ".join(
+        f"{family} {version}" for family, version in (("GLIBC", glibc), ("GLIBCXX", glibcxx)) if version
+    )
     return facts(
         [
             (
                 "Called, not compiled",
-                [lines or "none: no operator goes through the proxy executor.", line(element("span", note, class_="quiet"))],
+                [
+                    lines or "none: no operator goes through the proxy executor.",
+                    line(element("span", note, class_="quiet")),
+                ],
             ),
             ("Shared libraries", folded(list(map(code, libraries)), "libraries") if libraries else "none"),
             ("Symbol versions", versions),

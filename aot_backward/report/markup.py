@@ -31,7 +31,8 @@ def _visible(text: str) -> str:
 
 
 def element(tag: str, *children: Child, **attributes: str | float | bool | None) -> Html:
-    """Return ``<tag …>children</tag>``. ``class_`` becomes class, other underscores hyphens; None and False omit an attribute."""
+    """Return ``<tag …>children</tag>``. ``class_`` becomes class, other underscores hyphens; None and False omit an
+    attribute."""
     words = [tag]
     for name, value in attributes.items():
         name = name.removesuffix("_").replace("_", "-")

@@ -1,7 +1,8 @@
 """Compute the bytes that the values of a graph hold while it runs, in its own order and at the example's sizes.
 
-This counts the graph as captured. The compiler fuses neighbours and never stores the values in between, so this is an upper bound on the values if
-it keeps their order. Weights are left out, and so is memory that an operator needs while it runs.
+This counts the graph as captured. The compiler fuses neighbours and never stores the values in between, so this is an
+upper bound on the values if it keeps their order. Weights are left out, and so is memory that an operator needs while
+it runs.
 """
 
 from __future__ import annotations
@@ -12,9 +13,40 @@ from .graph_model import Drawing, Node
 
 VIEWS = frozenset(
     {
-        *("alias", "as_strided", "chunk", "conj", "detach", "diagonal", "expand", "expand_as", "imag", "lift_fresh", "movedim", "narrow", "permute"),
-        *("real", "select", "slice", "split", "split_with_sizes", "squeeze", "swapaxes", "t", "transpose", "unbind", "unfold", "unsafe_split"),
-        *("unsafe_split_with_sizes", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_conj", "_neg_view", "_reshape_alias"),
+        "alias",
+        "as_strided",
+        "chunk",
+        "conj",
+        "detach",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "imag",
+        "lift_fresh",
+        "movedim",
+        "narrow",
+        "permute",
+        "real",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "view_as_complex",
+        "view_as_real",
+        "_conj",
+        "_neg_view",
+        "_reshape_alias",
         *("_unsafe_view", "broadcast_in_dim", "view_of"),
     }
 )
@@ -23,8 +55,8 @@ VIEWS = frozenset(
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """``live``: bytes in memory while each node runs. ``given``: bytes of the inputs, which the caller keeps all the time. ``peak``: the node
-    with the most live bytes."""
+    """``live``: bytes in memory while each node runs. ``given``: bytes of the inputs, which the caller keeps all the
+    time. ``peak``: the node with the most live bytes."""
 
     live: tuple[int, ...]
     given: int
@@ -35,12 +67,14 @@ class MemoryUse:
 
 
 def memory_use(drawing: Drawing) -> MemoryUse:
-    """Count each value from the node that makes it to the last that reads it or a view of it; inputs and results to the end."""
+    """Count each value from the node that makes it to the last that reads it or a view of it; inputs and results to the
+    end."""
     last = len(drawing.nodes) - 1
     begin: list[int] = []
     end: list[int] = []
     bytes_: list[int] = []
-    allocs: list[tuple[tuple[int, ...], ...]] = []  # for each node and each tensor of its value, the allocations that it uses
+    # For each node and each tensor of its value, the allocations that it uses
+    allocs: list[tuple[tuple[int, ...], ...]] = []
     input_bytes = 0
 
     def memory(start: int, stop: int, count: int) -> int:
@@ -52,7 +86,11 @@ def memory_use(drawing: Drawing) -> MemoryUse:
     for i, node in enumerate(drawing.nodes):
         for j in node.inputs:
             item = node.index if node.operator == "operator:getitem" else -1
-            for memories in allocs[j] if not 0 <= item < len(allocs[j]) or not drawing.nodes[j].several else allocs[j][item : item + 1]:
+            for memories in (
+                allocs[j]
+                if not 0 <= item < len(allocs[j]) or not drawing.nodes[j].several
+                else allocs[j][item : item + 1]
+            ):
                 for m in memories:
                     end[m] = max(end[m], i)
         if node.operator == "placeholder":
@@ -62,7 +100,11 @@ def memory_use(drawing: Drawing) -> MemoryUse:
             allocs.append(((),) * len(node.tensors))
         elif node.operator == "operator:getitem" and node.inputs:
             source = allocs[node.inputs[0]]
-            allocs.append((source[node.index],) if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several else source[:1])
+            allocs.append(
+                (source[node.index],)
+                if 0 <= node.index < len(source) and drawing.nodes[node.inputs[0]].several
+                else source[:1]
+            )
         elif node.inputs and shares(node):
             allocs.append((tuple(m for memories in allocs[node.inputs[0]] for m in memories),) * len(node.tensors))
         else:

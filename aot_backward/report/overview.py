@@ -21,7 +21,11 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
     manifest, size = archive.manifest, archive.path.stat().st_size
     version = ".".join(map(str, manifest.format_version))
     kinds = ", ".join(f"{name} ({e.kind})" for name, e in manifest.entries.items())
-    graphs = f"{len(drawings)} of {len(manifest.libraries)} are in the package as data" if len(drawings) < len(manifest.libraries) else ""
+    graphs = (
+        f"{len(drawings)} of {len(manifest.libraries)} are in the package as data"
+        if len(drawings) < len(manifest.libraries)
+        else ""
+    )
     weights = sum(math.prod(w.shape) for w in manifest.weights.values())
     signature = signature_beside(archive.path)
     stored = "" if manifest.has_weights else ", not in the package: load(path, weights={…})"
@@ -35,7 +39,12 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Built by", f"{manifest.producer}, {manifest.created or 'no date'}; format {version}"),
                 ("Runs on", f"torch {manifest.torch}"),
                 ("Size", element("span", size_in_words(size), title=f"{size:,} bytes")),
-                ("Weights", f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}" if manifest.weights else "none"),
+                (
+                    "Weights",
+                    f"{counted(len(manifest.weights), 'tensor')}, {weights:,} elements{stored}"
+                    if manifest.weights
+                    else "none",
+                ),
                 ("Graphs", graphs),
                 ("Required features", ", ".join(manifest.required_features)),
                 ("Metadata", archive.manifest.metadata or None),
@@ -88,7 +97,19 @@ def _targets(archive: Archive) -> Html:
     rows: list[list[Child]] = []
     for number, target in enumerate(targets_of(manifest)):
         size = sum(members[spec.every_build[number].member].size for spec in manifest.libraries.values())
-        hardware = " ".join(filter(None, (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}")))
+        hardware = " ".join(
+            filter(
+                None,
+                (target.device, target.machine, target.march, target.cuda_arch, target.cuda and f"CUDA {target.cuda}"),
+            )
+        )
         flags = " ".join(target.cpu_flags) or "none beyond that"
-        rows.append([element("span", target.label, class_="whole"), element("span", hardware, class_="whole"), flags, bytes_shown(size)])
+        rows.append(
+            [
+                element("span", target.label, class_="whole"),
+                element("span", hardware, class_="whole"),
+                flags,
+                bytes_shown(size),
+            ]
+        )
     return table(("Target", "Machine", "Required processor flags", "Native code"), rows, numbers=(3,))

@@ -41,9 +41,20 @@ def page(archive: Archive) -> str:
         element("title", f"{archive.path.name}, a package of aot-backward"),
         raw("style", style),
     ]
-    sections = [("package", "Package"), ("entries", "Entries"), ("bytes", "Bytes"), ("kernels", "Kernels"), ("memory", "Memory"), ("graph", "Graph")]
+    sections = [
+        ("package", "Package"),
+        ("entries", "Entries"),
+        ("bytes", "Bytes"),
+        ("kernels", "Kernels"),
+        ("memory", "Memory"),
+        ("graph", "Graph"),
+    ]
     body = [
-        element("header", element("h1", archive.path.name), element("nav", [element("a", t, href=f"#{n}") for n, t in sections])),
+        element(
+            "header",
+            element("h1", archive.path.name),
+            element("nav", [element("a", t, href=f"#{n}") for n, t in sections]),
+        ),
         element(
             "main",
             package(archive, graph_drawings),
@@ -66,7 +77,9 @@ def _hash(text: str) -> str:
 
 def _memory(all_views: list[View]) -> Html:
     if not all_views:
-        return section("memory", "Memory", element("p", "Known only if the package holds its graphs as data.", class_="quiet"))
+        return section(
+            "memory", "Memory", element("p", "Known only if the package holds its graphs as data.", class_="quiet")
+        )
     summary = (
         "Bytes of the graph's values in the order of its nodes, at the example's sizes. A value counts from the node that computes it to its last "
         "use; inputs and results count to the end. Views and weights do not count. This is the graph before fusion: the compiler does not store "
@@ -86,7 +99,16 @@ def _graph(all_views: list[View]) -> Html:
     bar = element(
         "div",
         element("label", "Show ", element("select", options, id="view")),
-        element("label", element("input", type="search", id="query", placeholder="Search name, operator or module", aria_label="Search nodes")),
+        element(
+            "label",
+            element(
+                "input",
+                type="search",
+                id="query",
+                placeholder="Search name, operator or module",
+                aria_label="Search nodes",
+            ),
+        ),
         element("label", element("input", type="checkbox", id="weights"), " weights"),
         element("label", element("input", type="checkbox", id="sizes"), " sizes"),
         element("label", element("input", type="checkbox", id="only"), " only highlighted"),
@@ -109,7 +131,10 @@ def _graph(all_views: list[View]) -> Html:
     def column(n: int) -> Html:
         rows = element("div", element("div", class_="space"), class_="list", role="listbox", tabindex=0, id=f"list{n}")
         return element(
-            "div", element("h3", id=f"title{n}"), element("div", rows, element("canvas", class_="ruler"), class_="holder"), class_="column"
+            "div",
+            element("h3", id=f"title{n}"),
+            element("div", rows, element("canvas", class_="ruler"), class_="holder"),
+            class_="column",
         )
 
     board = element(
@@ -128,12 +153,15 @@ def _graph(all_views: list[View]) -> Html:
 
 
 def _data(all_views: list[View], graph_drawings: dict[str, Drawing]) -> list[Html]:
-    """Return the data for the script. Repeated strings are in one list, source lines in another, each graph in a separate element."""
+    """Return the data for the script. Repeated strings are in one list, source lines in another, each graph in a
+    separate element."""
     strings: dict[str, int] = {}
     lines: dict[tuple[Any, ...], int] = {}
     columns = {c.drawing.library: c for v in all_views for c in v.columns}
     numbers = {library: n for n, library in enumerate(columns)}
-    graphs = [data(f"graph-{numbers[library]}", _graph_data(column, strings, lines)) for library, column in columns.items()]
+    graphs = [
+        data(f"graph-{numbers[library]}", _graph_data(column, strings, lines)) for library, column in columns.items()
+    ]
     described = {
         "strings": list(strings),
         "lines": list(lines),
@@ -161,7 +189,11 @@ def _data(all_views: list[View], graph_drawings: dict[str, Drawing]) -> list[Htm
 def _short(size: str) -> str:
     """Return ``4·s0`` for ``(4 * s0)``; a sum keeps its parentheses."""
     product = size.replace(" * ", "*").replace("*", "·")
-    return product.removeprefix("(").removesuffix(")") if product.count("(") == 1 and not any(c in product for c in "+-/%,") else product
+    return (
+        product.removeprefix("(").removesuffix(")")
+        if product.count("(") == 1 and not any(c in product for c in "+-/%,")
+        else product
+    )
 
 
 def _graph_data(column: Column, strings: dict[str, int], lines: dict[tuple[Any, ...], int]) -> dict[str, Any]:
@@ -182,13 +214,21 @@ def _graph_data(column: Column, strings: dict[str, int], lines: dict[tuple[Any, 
     def strides(tensor: TensorInfo) -> str:
         return f"({', '.join(with_labels(str(s), column.labels) for s in tensor.stride)})"
 
-    places = [lines.setdefault((clean(x.file), x.number, clean(x.function), clean(x.text), clean(x.module)), len(lines)) for x in drawing.lines]
+    places = [
+        lines.setdefault((clean(x.file), x.number, clean(x.function), clean(x.text), clean(x.module)), len(lines))
+        for x in drawing.lines
+    ]
     return {
         "operators": [number(n.operator) for n in drawing.nodes],
         "names": [clean(n.name) for n in drawing.nodes],
         "looks": [number("; ".join(filter(None, map(shape, n.tensors)))) for n in drawing.nodes],
         "strides": [
-            number("; ".join(f"({', '.join(with_labels(str(s), column.labels) for s in k.stride)})" for k in n.tensors if k)) for n in drawing.nodes
+            number(
+                "; ".join(
+                    f"({', '.join(with_labels(str(s), column.labels) for s in k.stride)})" for k in n.tensors if k
+                )
+            )
+            for n in drawing.nodes
         ],
         "bytes": [sum(k.bytes for k in n.tensors if k) for n in drawing.nodes],
         "inputs": [n.inputs for n in drawing.nodes],

@@ -1,4 +1,5 @@
-"""Describe a package's requirements on its inputs: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32 × 32, contiguous``."""
+"""Describe a package's requirements on its inputs: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32
+× 32, contiguous``."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Words:
         return f"strides ({', '.join(map(self.size, spec.stride))})"
 
     def _is_dense(self, spec: TensorSpec, order: Sequence[int]) -> bool:
-        """Return whether its dimensions follow each other in memory without gaps in ``order``, the innermost first; probed at two sizes."""
+        """Return whether its dimensions follow each other in memory without gaps in ``order``, the innermost first;
+        probed at two sizes."""
         for values in self._probes:
             step = 1
             for d in order:
@@ -85,7 +87,8 @@ class Words:
         return True
 
     def ranges(self) -> list[tuple[str, str, str]]:
-        """Return label, allowed sizes and place of each dynamic dimension: ``("batch", "2 to 64, a multiple of 4", …)``."""
+        """Return label, allowed sizes and place of each dynamic dimension: ``("batch", "2 to 64, a multiple of 4",
+        …)``."""
         out = []
         for s in self.symbols:
             bounds = _between(s.minimum, s.maximum)
@@ -121,11 +124,19 @@ class Words:
             text = f"{self._words(node.left, True)} {_JOINED[type(node.op)]} {self._words(node.right, True)}"
             return f"({text})" if inside else text
         if isinstance(node, ast.UnaryOp):
-            return f"−{self._words(node.operand, True)}" if isinstance(node.op, ast.USub) else f"not ({self._words(node.operand)})"
+            return (
+                f"−{self._words(node.operand, True)}"
+                if isinstance(node.op, ast.USub)
+                else f"not ({self._words(node.operand)})"
+            )
         if isinstance(node, ast.Call):
             adjective = "larger" if isinstance(node.func, ast.Name) and node.func.id == "max" else "smaller"
             text = " and ".join(self._words(a, True) for a in node.args)
-            return f"the {adjective} of {text}" if len(node.args) == 2 else f"the {adjective.replace('er', 'est')} of {text}"
+            return (
+                f"the {adjective} of {text}"
+                if len(node.args) == 2
+                else f"the {adjective.replace('er', 'est')} of {text}"
+            )
         if isinstance(node, ast.BoolOp):
             text = (" and " if isinstance(node.op, ast.And) else " or ").join(self._words(v, True) for v in node.values)
             return f"({text})" if inside else text
@@ -139,7 +150,12 @@ class Words:
 
     def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> str:
         zero = isinstance(right, ast.Constant) and right.value == 0
-        if zero and isinstance(left, ast.BinOp) and isinstance(left.op, ast.Mod) and isinstance(op, (ast.Eq, ast.NotEq)):
+        if (
+            zero
+            and isinstance(left, ast.BinOp)
+            and isinstance(left.op, ast.Mod)
+            and isinstance(op, (ast.Eq, ast.NotEq))
+        ):
             negated = "" if isinstance(op, ast.Eq) else "not "
             return f"{self._words(left.left)} is {negated}a multiple of {self._words(left.right)}"
         return f"{self._words(left)} {_COMPARED[type(op)]} {self._words(right)}"
@@ -150,7 +166,8 @@ def _between(low: int, high: int | None) -> str:
 
 
 def _multiple(guard: str) -> tuple[str, int]:
-    """Return symbol and number if ``guard`` requires the symbol to be a multiple of the number; otherwise an empty symbol."""
+    """Return symbol and number if ``guard`` requires the symbol to be a multiple of the number; otherwise an empty
+    symbol."""
     match = re.fullmatch(r"\(*([A-Za-z_]\w*) ?% ?([0-9]{1,18})\)* ?== ?0\)?", guard)
     return (match[1], int(match[2])) if match else ("", 0)
 
@@ -159,7 +176,11 @@ def ambient_in_words(ambient: Ambient) -> list[str]:
     """Return the global state that the code requires, if it differs from PyTorch's default."""
     out = [f"under autocast {ambient.autocast}"] if ambient.autocast else []
     out += ["with deterministic algorithms"] if ambient.deterministic else []
-    return out + ([f"with float32 matrix products of {ambient.matmul_precision} precision"] if ambient.matmul_precision != "highest" else [])
+    return out + (
+        [f"with float32 matrix products of {ambient.matmul_precision} precision"]
+        if ambient.matmul_precision != "highest"
+        else []
+    )
 
 
 def verdict_in_words(verdict: Verdict) -> str:
@@ -193,12 +214,16 @@ def pass_speed_in_words(speed: Speed) -> Iterator[str]:
 
 
 def speed_in_words(speed: Speed) -> Iterator[str]:
-    """Yield ``at batch=16: eager 345.8 µs, default 290.1 µs (shipped, 0.84 of eager's time)`` for each timed size; its slow parts if it was slower;
-    then the processor and target."""
+    """Yield ``at batch=16: eager 345.8 µs, default 290.1 µs (shipped, 0.84 of eager's time)`` for each timed size; its
+    slow parts if it was slower; then the processor and target."""
     for number, (label, ratio) in enumerate(zip(speed.sizes, speed.ratios, strict=True)):
         parts = []
         for timing in speed.timings:
-            shipped = f"{'shipped, ' if len(speed.timings) > 2 else ''}{ratio:.2f} of eager's time" if timing.name == speed.chosen else ""
+            shipped = (
+                f"{'shipped, ' if len(speed.timings) > 2 else ''}{ratio:.2f} of eager's time"
+                if timing.name == speed.chosen
+                else ""
+            )
             parts.append(f"{timing.name} {timing.microseconds[number]:,.1f} µs{shipped and f' ({shipped})'}")
         yield f"{f'at {label}: ' if label else ''}{', '.join(parts)}"
     if speed.slow:

@@ -17,10 +17,10 @@ _ROLE = re.compile(r":(?:py:)?(?:attr|class|data|exc|func|meth|mod):`([^`]+)`")
 
 
 class PublicNames(griffe.Extension):
-    """Three changes to what griffe loads. A public name is its object, also where a module has the same name (griffe takes the module). The
-    classes that public functions and methods return get a path beside the public names (`Package.module` returns a `LoadedModule`, which is
-    not exported). Sphinx roles in docstrings (:class:`Package`), which Markdown does not know, become links where a page documents the object,
-    else code."""
+    """Three changes to what griffe loads. A public name is its object, also where a module has the same name (griffe
+    takes the module). The classes that public functions and methods return get a path beside the public names
+    (`Package.module` returns a `LoadedModule`, which is not exported). Sphinx roles in docstrings (:class:`Package`),
+    which Markdown does not know, become links where a page documents the object, else code."""
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         for obj in list(_objects(pkg)):
@@ -44,8 +44,11 @@ def _resolve(member: griffe.Object | griffe.Alias) -> griffe.Object:
     return _resolve(target.members[target.name]) if target.is_module else target
 
 
-def _reachable_classes(pkg: griffe.Module, public: Iterable[griffe.Object], loader: griffe.GriffeLoader) -> dict[str, griffe.Object]:
-    """The classes of ``pkg`` that a call of a public function, a method or an attribute gives, and those that these give in turn."""
+def _reachable_classes(
+    pkg: griffe.Module, public: Iterable[griffe.Object], loader: griffe.GriffeLoader
+) -> dict[str, griffe.Object]:
+    """The classes of ``pkg`` that a call of a public function, a method or an attribute gives, and those that these
+    give in turn."""
     found: dict[str, griffe.Object] = {}
     todo = [obj for obj in public if obj.canonical_path.startswith(f"{pkg.path}.")]
     while todo:
@@ -61,14 +64,19 @@ def _reachable_classes(pkg: griffe.Module, public: Iterable[griffe.Object], load
 
 
 def _names(member: griffe.Object | griffe.Alias) -> Iterator[griffe.ExprName]:
-    """Those in what a function returns, or an attribute is annotated with (`report: Report`) or made by (`report = Report()`)."""
+    """Those in what a function returns, or an attribute is annotated with (`report: Report`) or made by (`report =
+    Report()`)."""
     given = member.returns if member.is_function else member.annotation if member.is_attribute else None
     if member.is_attribute and given is None and isinstance(member.value, griffe.ExprCall):
         given = member.value.function
     if isinstance(given, griffe.ExprName):
         yield given
     elif isinstance(given, griffe.ExprBinOp | griffe.ExprSubscript):  # `X | None`, `dict[str, X]`
-        yield from (name for name in given.iterate(flat=True) if isinstance(name, griffe.ExprName) and isinstance(name.parent, griffe.Object))
+        yield from (
+            name
+            for name in given.iterate(flat=True)
+            if isinstance(name, griffe.ExprName) and isinstance(name.parent, griffe.Object)
+        )
 
 
 def _link(target: str, obj: griffe.Object, pkg: griffe.Module) -> str:

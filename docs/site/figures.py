@@ -32,7 +32,14 @@ _MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
     "#3aa57a",
 )  # the same colour for a way on every plot; legible on both pages
 _STEP = "#c2569b"
-_VERDICTS = {"pass": "#3aa57a", "right": "#3aa57a", "refused": "#e0b23e", "no gradient": "#9aa0ad", "wrong": "#d64545", "crashed": "#8c2f6b"}
+_VERDICTS = {
+    "pass": "#3aa57a",
+    "right": "#3aa57a",
+    "refused": "#e0b23e",
+    "no gradient": "#9aa0ad",
+    "wrong": "#d64545",
+    "crashed": "#8c2f6b",
+}
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,19 @@ def _overhead(figure: Figure, docs: Path) -> None:
     axes = figure.subplots()
     for kind, colour in {"returned": _TORCH, "passed": _MODULE, "bound": _OTHER}.items():
         chosen = [r for r in rows if r["kind"] == kind]
-        axes.plot([r["number"] for r in chosen], [1e6 * r["over_s"] for r in chosen], marker="o", markersize=4, color=colour, label=f"tensors {kind}")
-    asked = sorted({(r["number"], 1e6 * r["asked_s"]) for r in rows if r["kind"] != "bound"})  # a bound tensor may cost nothing
-    axes.plot(*zip(*asked, strict=True), color=_EAGER, linestyle="--", linewidth=1, label="allowed: 5 µs + 0.3 µs a tensor")
+        axes.plot(
+            [r["number"] for r in chosen],
+            [1e6 * r["over_s"] for r in chosen],
+            marker="o",
+            markersize=4,
+            color=colour,
+            label=f"tensors {kind}",
+        )
+    # A bound tensor may cost nothing
+    asked = sorted({(r["number"], 1e6 * r["asked_s"]) for r in rows if r["kind"] != "bound"})
+    axes.plot(
+        *zip(*asked, strict=True), color=_EAGER, linestyle="--", linewidth=1, label="allowed: 5 µs + 0.3 µs a tensor"
+    )
     axes.set(xscale="log", yscale="log", xlabel="number of tensors", ylabel="µs over the raw runner")
     axes.set_xticks([x for x, _ in asked])
     axes.minorticks_off()
@@ -248,7 +265,14 @@ def _doors(figure: Figure, docs: Path) -> None:
 def _endurance(figure: Figure, docs: Path) -> None:
     run = [d for _, d in measurements(docs) if "parts" in d][-1]
     axes = figure.subplots()
-    names = {"module": "module", "grad": "grad", "step": "step", "replay": "replay", "rejected": "refused calls", "loads": "loads"}
+    names = {
+        "module": "module",
+        "grad": "grad",
+        "step": "step",
+        "replay": "replay",
+        "rejected": "refused calls",
+        "loads": "loads",
+    }
     names |= {"bindings": "weights bound again", "structures": "new structures"}
     for colour, (part, found) in zip(plt.get_cmap("tab10").colors, run["parts"].items(), strict=False):
         samples = found["samples"]
@@ -291,7 +315,10 @@ def _coverage(figure: Figure, docs: Path) -> None:
 def _models(figure: Figure, docs: Path) -> None:
     rows = json.loads((docs / "models.json").read_text())
     ways = list(dict.fromkeys(r["way"] for r in rows))
-    counts = [{verdict: sum(r["way"] == way and r["verdict"] == verdict for r in rows) for verdict in _VERDICTS} for way in ways]
+    counts = [
+        {verdict: sum(r["way"] == way and r["verdict"] == verdict for r in rows) for verdict in _VERDICTS}
+        for way in ways
+    ]
     axes = figure.subplots()
     _stacked(axes, ways, counts)
     axes.set_xlabel(f"% of {sum(counts[0].values())}: each model with static and with dynamic sizes")
@@ -300,11 +327,21 @@ def _models(figure: Figure, docs: Path) -> None:
 
 FIGURES = {
     "doors": Plot("How many times as fast as eager each kind of entry and replay is, by model and batch", 7.6, _doors),
-    "steps": Plot("Milliseconds of one forward and backward, by model: eager, torch.compile, a module entry, a grad entry", 3.6, _steps),
+    "steps": Plot(
+        "Milliseconds of one forward and backward, by model: eager, torch.compile, a module entry, a grad entry",
+        3.6,
+        _steps,
+    ),
     "start": Plot("Seconds from the start of a process to its first gradient", 2.2, _start),
-    "overhead": Plot("Microseconds that a call of a grad entry costs over the raw runner, by the number of tensors", 3.2, _overhead),
-    "training": Plot("How many times as fast as fused eager AdamW a whole training step is, by model and batch", 4.2, _training),
-    "replay": Plot("Microseconds of one backward pass by its number of nodes: eager, compiled autograd, replay", 3.2, _replay),
+    "overhead": Plot(
+        "Microseconds that a call of a grad entry costs over the raw runner, by the number of tensors", 3.2, _overhead
+    ),
+    "training": Plot(
+        "How many times as fast as fused eager AdamW a whole training step is, by model and batch", 4.2, _training
+    ),
+    "replay": Plot(
+        "Microseconds of one backward pass by its number of nodes: eager, compiled autograd, replay", 3.2, _replay
+    ),
     "memory": Plot("Peak memory of a fresh process over import torch, in megabytes", 2.0, _memory),
     "endurance": Plot("Private memory of a process over a million calls of each kind", 3.4, _endurance),
     "coverage": Plot("Share of PyTorch's operator databases that is served, by way", 2.3, _coverage),

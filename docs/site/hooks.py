@@ -1,6 +1,7 @@
 """Hooks of mkdocs. docs/ is Markdown that GitHub renders too; these hooks add the parts that only the site has.
 
-- A plot replaces `<!-- figure: NAME -->`, and a table `<!-- table: NAME -->`. Most are made from the committed JSON files.
+- A plot replaces `<!-- figure: NAME -->`, and a table `<!-- table: NAME -->`. Most are made from the committed JSON
+  files.
 - A link to a file or folder outside docs/ (`../tests/entries/test_grad.py`) leads to a page that shows it.
 - A built page that would load anything from another host causes a warning. Strict mode turns it into an error.
 """
@@ -26,13 +27,19 @@ _LINK = re.compile(r"(?<=\]\()([^()#:\s]+)(?=[#)])")
 _CODE = re.compile(r"(^ *```.*?^ *```$|``.+?``|`[^`]+`)", re.MULTILINE | re.DOTALL)
 _LITERAL = re.compile(r"<(?=[A-Za-z](?!ttps?:))|(?<=\])\[")  # error messages in the tables: `<class …>`, `[N][N]`
 _FENCE_WITH_FILE = re.compile(r"^(```\w+) file=(\S+)$", re.MULTILINE)
-_LOADED = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc=["'](?:https?:)?//|<link\b(?![^>]*rel=["']?canonical)[^>]*\bhref=["'](?:https?:)?//""")
+_LOADED = re.compile(
+    r"""<(?:script|img|iframe)\b[^>]*\bsrc=["'](?:https?:)?//|<link\b(?![^>]*rel=["']?canonical)[^>]*\bhref=["'](?:https?:)?//"""
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, svg in figures.draw(ROOT / "docs").items():
         files.append(File.generated(config, f"figures/{name}.svg", content=svg))
-    links = {target for file in files.documentation_pages() for target in _targets(file.content_string, f"docs/{file.src_uri}")}
+    links = {
+        target
+        for file in files.documentation_pages()
+        for target in _targets(file.content_string, f"docs/{file.src_uri}")
+    }
     todo = {"CHANGELOG.md", *links}
     while todo:
         path = todo.pop()
@@ -91,11 +98,20 @@ def _link(link: str, path: str, source: str) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(f"{child.name}/" if child.is_dir() else child.name for child in folder.iterdir() if not child.name.startswith((".", "__pycache__")))
+    return sorted(
+        f"{child.name}/" if child.is_dir() else child.name
+        for child in folder.iterdir()
+        if not child.name.startswith((".", "__pycache__"))
+    )
 
 
 def _listing(path: str, text: str) -> str:
-    language = {".py": "python", ".toml": "toml", ".json": "json", "": "make" if path.endswith("Makefile") else "text"}.get(Path(path).suffix, "text")
+    language = {
+        ".py": "python",
+        ".toml": "toml",
+        ".json": "json",
+        "": "make" if path.endswith("Makefile") else "text",
+    }.get(Path(path).suffix, "text")
     fence = "`" * 6
     return f"---\nsearch:\n  exclude: true\n---\n# `{path}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
 

@@ -14,7 +14,8 @@ from figures import WAYS
 from tests.tools.benchmarks import summary
 
 Link = Callable[[str], str]  # from a path under docs/ to one from the page
-_CALLER = re.compile(r" \(\S*cases\.py:\d+: .*?torch\.Tensor\)\)\)")  # the line of the tool that calls the operator, the same for all
+# The line of the tool that calls the operator, the same for all
+_CALLER = re.compile(r" \(\S*cases\.py:\d+: .*?torch\.Tensor\)\)\)")
 
 
 def make(name: str, docs: Path, link: Link) -> str:
@@ -37,16 +38,30 @@ def _speed(docs: Path, link: Link) -> str:
 
 def _operators(docs: Path, link: Link) -> str:
     """Return raw HTML: the reasons contain characters that are Markdown."""
-    ways = [{(o["database"], o["operator"]): o for o in json.loads((docs / "benchmarks" / f"{way}.json").read_text())["operators"]} for way in WAYS]
+    ways = [
+        {
+            (o["database"], o["operator"]): o
+            for o in json.loads((docs / "benchmarks" / f"{way}.json").read_text())["operators"]
+        }
+        for way in WAYS
+    ]
     head = "".join(f"<th>{title}</th>" for title in ("operator", "database", *WAYS.values(), "why not"))
     lines = [f"<table><thead><tr>{head}</tr></thead><tbody>"]
     for key in sorted(set().union(*ways)):
         found = [way.get(key) for way in ways]
         verdicts = [operator["verdict"] if operator else "" for operator in found]
-        whys = list(dict.fromkeys(_CALLER.sub("", c["reason"]) for operator in found if operator for c in operator["cases"] if c["reason"]))
+        whys = list(
+            dict.fromkeys(
+                _CALLER.sub("", c["reason"]) for operator in found if operator for c in operator["cases"] if c["reason"]
+            )
+        )
         cells = [f"<code>{html.escape(key[1])}</code>", html.escape(key[0]), *verdicts]
         details = "".join(f"<p>{html.escape(why)}</p>" for why in whys)
-        why = f"<details><summary>{html.escape(_CALLER.sub('', whys[0])[:44])} …</summary>{details}</details>" if whys else ""
+        why = (
+            f"<details><summary>{html.escape(_CALLER.sub('', whys[0])[:44])} …</summary>{details}</details>"
+            if whys
+            else ""
+        )
         lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in (*cells, why)) + "</tr>")
     return "\n".join([*lines, "</tbody></table>"])
 

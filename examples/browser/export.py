@@ -4,8 +4,8 @@
     python examples/browser/export.py examples/browser/digits.bin
     python -m http.server --directory examples/browser
 
-The first command writes the training step and the prediction as a WebAssembly module. The second writes the images: 1,797 rows of a label and 8x8
-pixels, a byte each. Then open http://localhost:8000.
+The first command writes the training step and the prediction as a WebAssembly module. The second writes the images:
+1,797 rows of a label and 8x8 pixels, a byte each. Then open http://localhost:8000.
 """
 
 import sys
@@ -35,13 +35,19 @@ def network() -> nn.Sequential:
 
 
 def entries() -> dict[str, ab.Step | ab.Function]:
-    """In the page the two have weights of their own, as in C: ``page.mjs`` copies them from the step before it predicts."""
+    """In the page the two have weights of their own, as in C: ``page.mjs`` copies them from the step before it
+    predicts."""
     net = network()
     images, labels = torch.rand(8, 1, 8, 8), torch.randint(10, (8,))
     batch = {0: torch.export.Dim("batch", min=2, max=1024)}
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     return {
-        "train": ab.Step(net, [ab.Variant((images, labels), dynamic_shapes=(batch, batch))], optimizer, loss_fn=nn.functional.cross_entropy),
+        "train": ab.Step(
+            net,
+            [ab.Variant((images, labels), dynamic_shapes=(batch, batch))],
+            optimizer,
+            loss_fn=nn.functional.cross_entropy,
+        ),
         "predict": ab.Function(net, [ab.Variant((images[:1],), mode="eval")]),
     }
 

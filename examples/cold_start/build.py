@@ -5,7 +5,8 @@
     unzip -q function.zip -d function
     python -S function/handler.py '[[0, 0, 0], [1.1, 0, 0], [0, 1.2, 0.1]]'
 
-The library's files come from the installed ``aot_backward_native``. ``pip install --target`` puts the same files into a folder.
+The library's files come from the installed ``aot_backward_native``. ``pip install --target`` puts the same files into a
+folder.
 """
 
 import sys

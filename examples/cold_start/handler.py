@@ -1,4 +1,5 @@
-"""The function that the platform calls: from positions of atoms to their energy and forces, all as JSON. See build.py."""
+"""The function that the platform calls: from positions of atoms to their energy and forces, all as JSON. See
+build.py."""
 
 import array
 import json
@@ -20,7 +21,10 @@ def handler(event: dict, context: object = None) -> dict:
     rows = event["positions"]
     flat = array.array("d", [x for row in rows for x in row])
     energy, gradient = ENERGY(memoryview(flat).cast("B").cast("d", (len(rows), 3)))
-    return {"energy": memoryview(energy).tolist(), "forces": [[-g for g in row] for row in memoryview(gradient).tolist()]}
+    return {
+        "energy": memoryview(energy).tolist(),
+        "forces": [[-g for g in row] for row in memoryview(gradient).tolist()],
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Digits on several processes, second half: each takes its share of every batch. They resume from the saved state if it exists.
+"""Digits on several processes, second half: each takes its share of every batch. They resume from the saved state if it
+exists.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_step/train.py ddp_step.pt2 ddp_step.safetensors
 
-After Ctrl-C or kill -9, start the script again: it trains the missing epochs. torchrun --max-restarts does this by itself. (With torch 2.13, also
-set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise restarted processes look for the addresses of the dead ones.) Without torchrun, one process takes
-whole batches. The results then differ only by rounding.
+After Ctrl-C or kill -9, start the script again: it trains the missing epochs. torchrun --max-restarts does this by
+itself. (With torch 2.13, also set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Otherwise restarted processes look for the
+addresses of the dead ones.) Without torchrun, one process takes whole batches. The results then differ only by
+rounding.
 """
 
 import os
@@ -38,7 +40,9 @@ def main(package: str, state: str, epochs: int = EPOCHS) -> None:
     first = step.resume(state)["epoch"] if Path(state).exists() else 0
     for epoch in range(first, epochs):
         order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(epoch))  # the same in every process
-        losses = [step(images[rows], labels[rows]) for rows in (batch.chunk(world)[rank] for batch in order.split(BATCH))]
+        losses = [
+            step(images[rows], labels[rows]) for rows in (batch.chunk(world)[rank] for batch in order.split(BATCH))
+        ]
         loss = torch.stack(losses).mean() / world
         if world > 1:
             dist.all_reduce(loss)

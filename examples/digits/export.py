@@ -3,9 +3,10 @@
     python examples/digits/export.py digits.pt2
     python examples/digits/load.py digits.pt2
 
-The network contains two layers that make training differ from a plain function. BatchNorm updates its statistics in the forward. Dropout must
-draw the same masks as eager from the same seed. The package has two entries that share their weights. ``net`` has a variant for ``train()`` and
-one for ``eval()``. ``step`` runs forward, backward and Adam's update in one native call. The batch size is dynamic in both.
+The network contains two layers that make training differ from a plain function. BatchNorm updates its statistics in the
+forward. Dropout must draw the same masks as eager from the same seed. The package has two entries that share their
+weights. ``net`` has a variant for ``train()`` and one for ``eval()``. ``step`` runs forward, backward and Adam's update
+in one native call. The batch size is dynamic in both.
 ``aot-backward export examples/digits/export.py:entries -o digits.pt2`` writes the same package.
 """
 
@@ -43,7 +44,9 @@ def entries() -> dict[str, ab.Module | ab.Step]:
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
     train = ab.Variant((images, labels), dynamic_shapes=(batch, batch))
     return {
-        "net": ab.Module(net, [ab.Variant((images,), dynamic_shapes=(batch,), mode=mode) for mode in ("train", "eval")]),
+        "net": ab.Module(
+            net, [ab.Variant((images,), dynamic_shapes=(batch,), mode=mode) for mode in ("train", "eval")]
+        ),
         "step": ab.Step(net, [train], optimizer, loss_fn=nn.functional.cross_entropy),
     }
 

@@ -2,14 +2,16 @@
 
     python examples/digits/load.py digits.pt2
 
-The script trains the same network in eager, with the loaded module in the same training loop, and with the loaded training step. All start from
-the same weights and use the same batches and dropout masks, so you can also compare their losses and accuracies.
+The script trains the same network in eager, with the loaded module in the same training loop, and with the loaded
+training step. All start from the same weights and use the same batches and dropout masks, so you can also compare their
+losses and accuracies.
 
-Times: all trainings run in this process on one thread and take turns, one epoch each. With several threads a network of this size waits longer than
-it computes. The first epoch is not counted: ``torch.optim`` imports Dynamo and Inductor in it, and memory is allocated. The table shows the time of
-a step, as the median over the other epochs.
+Times: all trainings run in this process on one thread and take turns, one epoch each. With several threads a network of
+this size waits longer than it computes. The first epoch is not counted: ``torch.optim`` imports Dynamo and Inductor in
+it, and memory is allocated. The table shows the time of a step, as the median over the other epochs.
 
-Neither Dynamo nor Inductor is imported until ``torch.optim`` imports them. After that, Dynamo's counters show that it has traced nothing.
+Neither Dynamo nor Inductor is imported until ``torch.optim`` imports them. After that, Dynamo's counters show that it
+has traced nothing.
 """
 
 import statistics
@@ -74,7 +76,8 @@ def by_autograd(net: nn.Module, **options: bool) -> Training:
 
 
 def trainings(path: str) -> dict[str, Training]:
-    """Return the trainings. Each loads the package again, because the entries of one loaded package share their weights."""
+    """Return the trainings. Each loads the package again, because the entries of one loaded package share their
+    weights."""
     whole = aot_backward_runtime.load(path)
     return {
         "eager": by_autograd(network()),
@@ -109,7 +112,9 @@ def main(path: str) -> None:
 
     eager = ways["eager"]
     usual = statistics.median(eager.seconds[1:])
-    print(f"{len(eager.losses)} steps each, of {BATCH} images, with one thread; median of {EPOCHS - 1} epochs, in turns, after a first one\n")
+    print(
+        f"{len(eager.losses)} steps each, of {BATCH} images, with one thread; median of {EPOCHS - 1} epochs, in turns, after a first one\n"
+    )
     print(f"{'':24}  ms a step  eager's time / its  test accuracy  largest difference of a loss from eager's")
     for name, way in ways.items():
         median, reached = statistics.median(way.seconds[1:]), way.accuracy(test_images, test_labels)

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     (path,) = sys.argv[1:] or ["digits.bin"]
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
-    rows = np.concatenate([digits.images.reshape(-1, 64), digits.target[:, None]], 1)[order]  # 64 pixels from 0 to 16, and the digit
+    # 64 pixels from 0 to 16, and the digit
+    rows = np.concatenate([digits.images.reshape(-1, 64), digits.target[:, None]], 1)[order]
     Path(path).write_bytes(rows.astype(np.uint8).tobytes())
     print(f"wrote {path}")

@@ -1,10 +1,12 @@
-"""Handwritten digits with a compiled training step, first half: export forward, backward, clipping and AdamW as one native call.
+"""Handwritten digits with a compiled training step, first half: export forward, backward, clipping and AdamW as one
+native call.
 
     python examples/digits_step/export.py digits_step.pt2
     python examples/digits_step/train.py digits_step.pt2
 
-The package has two entries that share their weights: ``step`` trains them, ``net`` evaluates the network. The batch size is dynamic in both.
-``aot-backward export examples/digits_step/export.py:entries -o digits_step.pt2`` writes the same package.
+The package has two entries that share their weights: ``step`` trains them, ``net`` evaluates the network. The batch
+size is dynamic in both. ``aot-backward export examples/digits_step/export.py:entries -o digits_step.pt2`` writes the
+same package.
 """
 
 import sys

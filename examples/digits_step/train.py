@@ -1,4 +1,5 @@
-"""Handwritten digits with a compiled training step, second half: train, stop half-way, resume from a file, and end in the same bits.
+"""Handwritten digits with a compiled training step, second half: train, stop half-way, resume from a file, and end in
+the same bits.
 
     python examples/digits_step/train.py digits_step.pt2
 
@@ -28,7 +29,8 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train(package, images: torch.Tensor, labels: torch.Tensor, file: Path, until: int, resume: bool = False) -> None:
-    """Train up to epoch ``until``, from the start or from ``file``. Save everything that the next epoch needs to ``file``."""
+    """Train up to epoch ``until``, from the start or from ``file``. Save everything that the next epoch needs to
+    ``file``."""
     step = package.step().train()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step, EPOCHS)
     torch.manual_seed(1)  # for the order of the images and for dropout
@@ -40,7 +42,9 @@ def train(package, images: torch.Tensor, labels: torch.Tensor, file: Path, until
     for epoch in range(first, until):
         losses = [step(images[rows], labels[rows]) for rows in torch.randperm(len(images)).split(BATCH)]
         schedule.step()
-        print(f"  epoch {epoch + 1}: loss {torch.stack(losses).mean():.4f}, learning rate {schedule.get_last_lr()[0]:.6f}")
+        print(
+            f"  epoch {epoch + 1}: loss {torch.stack(losses).mean():.4f}, learning rate {schedule.get_last_lr()[0]:.6f}"
+        )
     step.save(file, {"epoch": until, "schedule": schedule.state_dict()})
 
 
@@ -58,7 +62,9 @@ def main(path: str) -> None:
         began = time.perf_counter()
         train(package, images, labels, whole, EPOCHS)
         took = time.perf_counter() - began
-        print(f"{package.step().count} steps in {took:.2f} s; test accuracy {100 * accuracy(package, test_images, test_labels):.1f} %")
+        print(
+            f"{package.step().count} steps in {took:.2f} s; test accuracy {100 * accuracy(package, test_images, test_labels):.1f} %"
+        )
 
         print("again, stopped after 6 epochs, and resumed from a file by another copy of the package:")
         train(aot_backward_runtime.load(path), images, labels, parts, 6)

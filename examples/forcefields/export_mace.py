@@ -52,7 +52,8 @@ def random_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def without_torchscript(model: nn.Module) -> nn.Module:
-    """Return the same model with Python modules. e3nn compiles parts of a new model by TorchScript, which cannot be exported."""
+    """Return the same model with Python modules. e3nn compiles parts of a new model by TorchScript, which cannot be
+    exported."""
     dtype, default = next(model.parameters()).dtype, torch.get_default_dtype()
     e3nn.set_optimization_defaults(jit_script_fx=False)
     torch.set_default_dtype(dtype)
@@ -64,24 +65,31 @@ def without_torchscript(model: nn.Module) -> nn.Module:
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in rebuilt.named_parameters():
         if name in missing:
-            raise ValueError(f"model: expected weights for {name}, got none. Rebuild this model as it was made, without TorchScript.")
+            raise ValueError(
+                f"model: expected weights for {name}, got none. Rebuild this model as it was made, without TorchScript."
+            )
         parameter.requires_grad_(trained[name])
     return rebuilt.eval()
 
 
 class Energies(nn.Module):
-    """The energy of each atom, with the arguments of ``ab.forcefield``. ``head``: the name of one of the model's heads, if it has several."""
+    """The energy of each atom, with the arguments of ``ab.forcefield``. ``head``: the name of one of the model's heads,
+    if it has several."""
 
     def __init__(self, model: nn.Module, head: str | None = None):
         super().__init__()
         heads = list(getattr(model, "heads", None) or ["Default"])
         if head not in heads and (head is not None or len(heads) > 1):
-            raise ValueError(f"head: expected one of {', '.join(heads)}, got {head}. Name the head that was trained on your data, by --head.")
+            raise ValueError(
+                f"head: expected one of {', '.join(heads)}, got {head}. Name the head that was trained on your data, by --head."
+            )
         self.model = model
         self.kinds = len(model.atomic_numbers)
         self.head = heads.index(head) if head else 0
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         zeros = torch.zeros_like(species)
         graph = {
             "positions": positions,
@@ -101,15 +109,24 @@ def entry(model: nn.Module, head: str | None = None) -> ab.Grad:
     symbols = [chemical_symbols[z] for z in model.atomic_numbers.tolist()]
     rng = np.random.default_rng(0)
     sites = np.stack(np.meshgrid(*[range(2)] * 3), -1).reshape(-1, 3) * 3.0
-    atoms = Atoms([symbols[i % len(symbols)] for i in range(8)], sites + 0.2 * rng.standard_normal((8, 3)), cell=[6.0] * 3, pbc=True)
+    atoms = Atoms(
+        [symbols[i % len(symbols)] for i in range(8)],
+        sites + 0.2 * rng.standard_normal((8, 3)),
+        cell=[6.0] * 3,
+        pbc=True,
+    )
     plain = without_torchscript(model)
-    return ab.forcefield(Energies(plain, head), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions))
+    return ab.forcefield(
+        Energies(plain, head), atoms, cutoff=float(model.r_max), species=symbols, layers=int(model.num_interactions)
+    )
 
 
 def load_model(path: str) -> nn.Module:
     model = torch.load(path, map_location="cpu", weights_only=False)
     if isinstance(model, torch.jit.ScriptModule):
-        sys.exit(f"{path}: expected a model of Python modules, got TorchScript. Give the file without _compiled in its name.")
+        sys.exit(
+            f"{path}: expected a model of Python modules, got TorchScript. Give the file without _compiled in its name."
+        )
     return model.eval()
 
 
@@ -117,7 +134,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("package", help="the file to write, such as mace.pt2")
     parser.add_argument("model", nargs="?", help="a file that mace_run_train wrote")
-    parser.add_argument("--float32", action="store_true", help="compute in float32: faster, 7 digits. The default is the model's own dtype")
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="compute in float32: faster, 7 digits. The default is the model's own dtype",
+    )
     parser.add_argument("--head", help="the name of the head to use, if the model has several")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=r".*(torch\.jit|TorchScript)")  # of e3nn and MACE, which use it

@@ -26,7 +26,9 @@ class Energies(nn.Module):
         super().__init__()
         self.net = net
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         graph = {
             "pos": positions,
             "edge_index": torch.stack([src, dst]),
@@ -60,7 +62,9 @@ def random_model(dtype: torch.dtype = torch.float64) -> Energies:
 
 
 def entry(model: Energies) -> ab.Grad:
-    atoms = Atoms("HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True)
+    atoms = Atoms(
+        "HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True
+    )
     dtype = next(p.dtype for p in model.parameters())
     return ab.forcefield(model, atoms, cutoff=CUTOFF, species=SYMBOLS, layers=2, dtype=dtype)
 

@@ -2,9 +2,9 @@
 
     python examples/forcefields/export_schnet_of_torch_geometric.py schnet.pt2
 
-The model is small and has random weights. Two of its parts are replaced. Its search for neighbors needs another library: the edges come from the
-simulation. Its readout counts the molecules in the data (``dim_size=None``), and compiled code cannot have a size that depends on values: the readout
-here returns the energy of each atom.
+The model is small and has random weights. Two of its parts are replaced. Its search for neighbors needs another
+library: the edges come from the simulation. Its readout counts the molecules in the data (``dim_size=None``), and
+compiled code cannot have a size that depends on values: the readout here returns the energy of each atom.
 """
 
 import sys
@@ -46,19 +46,28 @@ class Energies(nn.Module):
         self.net.interaction_graph, self.net.readout = GivenEdges(), EachAtom()
         self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in SYMBOLS]))
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         distance = (positions[dst] - positions[src] + shift).norm(dim=1)
-        self.net.interaction_graph.edges = torch.stack([dst, src]), distance  # messages go from the first row to the second
+        # Messages go from the first row to the second
+        self.net.interaction_graph.edges = torch.stack([dst, src]), distance
         return self.net(self.numbers[species], positions, torch.zeros_like(species))[:, 0]
 
 
 def random_model(dtype: torch.dtype = torch.float32) -> Energies:
     torch.manual_seed(0)
-    return Energies(SchNet(hidden_channels=32, num_filters=32, num_interactions=2, num_gaussians=20, cutoff=CUTOFF)).to(dtype).eval()
+    return (
+        Energies(SchNet(hidden_channels=32, num_filters=32, num_interactions=2, num_gaussians=20, cutoff=CUTOFF))
+        .to(dtype)
+        .eval()
+    )
 
 
 def entry(model: Energies) -> ab.Grad:
-    atoms = Atoms("HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True)
+    atoms = Atoms(
+        "HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True
+    )
     return ab.forcefield(model, atoms, cutoff=CUTOFF, species=SYMBOLS, layers=2)
 
 

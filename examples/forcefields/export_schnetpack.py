@@ -36,21 +36,33 @@ class Energies(nn.Module):
         self.representation, self.output = representation, output
         self.register_buffer("numbers", torch.tensor([atomic_numbers[s] for s in SYMBOLS]))
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         vectors = positions[dst] - positions[src] + shift
-        graph = {"_atomic_numbers": self.numbers[species], "_Rij": vectors, "_idx_i": src, "_idx_j": dst, "_positions": positions}
+        graph = {
+            "_atomic_numbers": self.numbers[species],
+            "_Rij": vectors,
+            "_idx_i": src,
+            "_idx_j": dst,
+            "_positions": positions,
+        }
         return self.output.outnet(self.representation(graph)["scalar_representation"])[:, 0]
 
 
 def random_model(dtype: torch.dtype = torch.float32, kind: str = "SchNet") -> Energies:
     torch.manual_seed(0)
     radial, cutoff = schnetpack.nn.GaussianRBF(20, CUTOFF), schnetpack.nn.CosineCutoff(CUTOFF)
-    representation = getattr(schnetpack.representation, kind)(n_atom_basis=32, n_interactions=2, radial_basis=radial, cutoff_fn=cutoff)
+    representation = getattr(schnetpack.representation, kind)(
+        n_atom_basis=32, n_interactions=2, radial_basis=radial, cutoff_fn=cutoff
+    )
     return Energies(representation, schnetpack.atomistic.Atomwise(n_in=32, output_key="energy")).to(dtype).eval()
 
 
 def entry(model: Energies) -> ab.Grad:
-    atoms = Atoms("HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True)
+    atoms = Atoms(
+        "HCOHC", [[0, 0, 0], [1.1, 0, 0], [1.8, 1.1, 0], [-0.4, 1.5, 0.8], [3.0, 0.5, 1.0]], cell=[7.0] * 3, pbc=True
+    )
     return ab.forcefield(model, atoms, cutoff=CUTOFF, species=SYMBOLS, layers=2)
 
 

@@ -1,10 +1,11 @@
-"""Force matching, first half: export a training step whose loss has energies and forces, for any number of structures, atoms and edges.
+"""Force matching, first half: export a training step whose loss has energies and forces, for any number of structures,
+atoms and edges.
 
     python examples/forcefields/force_matching.py fit.pt2
     python examples/forcefields/force_matching_train.py fit.pt2 trained.safetensors
 
-One native call computes energies, forces, the loss and its gradient through the forces (second derivatives), clips the gradient, and updates the
-parameters (AdamW) and their averages. The second program imports no PyTorch.
+One native call computes energies, forces, the loss and its gradient through the forces (second derivatives), clips the
+gradient, and updates the parameters (AdamW) and their averages. The second program imports no PyTorch.
 """
 
 import sys
@@ -24,12 +25,18 @@ class Potential(nn.Module):
     def __init__(self, species: int = 2, width: int = 16, radial: int = 8):
         super().__init__()
         self.embed = nn.Embedding(species, width)
-        self.filters = nn.ModuleList(nn.Sequential(nn.Linear(radial, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(2))
-        self.updates = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(2))
+        self.filters = nn.ModuleList(
+            nn.Sequential(nn.Linear(radial, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(2)
+        )
+        self.updates = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(2)
+        )
         self.read = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
         self.register_buffer("centers", torch.linspace(0.5, CUTOFF, radial))
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         distance = (positions[dst] - positions[src] + shift).square().sum(1).sqrt()
         fade = torch.where(distance < CUTOFF, torch.cos(distance * (torch.pi / (2 * CUTOFF))).square(), 0.0)
         radial = torch.exp(-4 * (distance[:, None] - self.centers).square())
@@ -57,7 +64,8 @@ class Matching(nn.Module):
         energy: torch.Tensor,
         forces: torch.Tensor,
     ) -> torch.Tensor:
-        """``structure`` (atoms,): the structure of each atom, a place in ``energy`` (structures,). ``forces``: (atoms, 3)."""
+        """``structure`` (atoms,): the structure of each atom, a place in ``energy`` (structures,). ``forces``: (atoms,
+        3)."""
         positions = positions.detach().requires_grad_()
         each = self.potential(positions, species, src, dst, shift)
         predicted = torch.zeros_like(energy).index_add(0, structure, each)
@@ -80,9 +88,19 @@ def entries(dtype: torch.dtype = torch.float32) -> dict[str, ab.Step]:
     module, pairs = matching(dtype), torch.tensor([[0, 0, 1, 1, 2, 2, 3, 4], [1, 2, 0, 2, 0, 1, 4, 3]])
     positions = torch.tensor([[0, 0, 0], [1.5, 0, 0], [0, 1.4, 0.3], [0, 0, 0], [0, 1.2, 1.1]], dtype=dtype)
     kinds, structure = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0, 0, 0, 1, 1])
-    example = (positions, kinds, *pairs, torch.zeros(8, 3, dtype=dtype), structure, torch.zeros(2, dtype=dtype), torch.zeros(5, 3, dtype=dtype))
+    example = (
+        positions,
+        kinds,
+        *pairs,
+        torch.zeros(8, 3, dtype=dtype),
+        structure,
+        torch.zeros(2, dtype=dtype),
+        torch.zeros(5, 3, dtype=dtype),
+    )
     structures, atoms, edges = ({0: torch.export.Dim(name, min=1)} for name in ("structures", "atoms", "edges"))
-    variant = ab.Variant(example, dynamic_shapes=(atoms, atoms, edges, edges, edges, atoms, structures, atoms), mode="train")
+    variant = ab.Variant(
+        example, dynamic_shapes=(atoms, atoms, edges, edges, edges, atoms, structures, atoms), mode="train"
+    )
     return {"fit": ab.Step(module, [variant], optimizer_of(module), clip_norm=10.0, ema=0.99)}
 
 

@@ -9,7 +9,8 @@ import aot_backward_native as abn
 import numpy as np
 
 CUTOFF = 4.0  # of force_matching.py
-DEPTH, WIDTH, LENGTH = np.array([[1.0, 0.7], [0.7, 0.4]]), 1.3, 1.6  # the truth: Morse's potential between atoms of two species
+# The truth: Morse's potential between atoms of two species
+DEPTH, WIDTH, LENGTH = np.array([[1.0, 0.7], [0.7, 0.4]]), 1.3, 1.6
 
 
 def cluster(rng: np.random.Generator, atoms: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +42,18 @@ def batch(structures: int, seed: int, dtype: type = np.float32) -> tuple[np.ndar
         energy, forces = truth(positions, species)
         distance = np.linalg.norm(positions[None] - positions[:, None], axis=2)
         src, dst = np.nonzero((distance < CUTOFF) & (distance > 0))
-        parts.append((positions, species, src + first, dst + first, np.zeros((len(src), 3)), np.full(len(species), number), [energy], forces))
+        parts.append(
+            (
+                positions,
+                species,
+                src + first,
+                dst + first,
+                np.zeros((len(src), 3)),
+                np.full(len(species), number),
+                [energy],
+                forces,
+            )
+        )
         first += len(species)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     return tuple(c.astype(dtype if c.dtype.kind == "f" else np.int64) for c in columns)

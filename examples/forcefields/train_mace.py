@@ -3,9 +3,9 @@
     python examples/forcefields/train_mace.py data.xyz trained.model
     python examples/forcefields/train_mace.py data.xyz trained.model my.model --epochs 50
 
-``data.xyz`` holds structures in extended XYZ, with energies, forces and perhaps stresses (eV and Å). Training starts from ``my.model``, a file that
-``mace_run_train`` wrote, or else from a small model for H, C and O with random weights. ``trained.model`` is a model of MACE again: export_mace.py
-takes it.
+``data.xyz`` holds structures in extended XYZ, with energies, forces and perhaps stresses (eV and Å). Training starts
+from ``my.model``, a file that ``mace_run_train`` wrote, or else from a small model for H, C and O with random weights.
+``trained.model`` is a model of MACE again: export_mace.py takes it.
 """
 
 import argparse
@@ -49,8 +49,9 @@ class Matching(nn.Module):
         stress: torch.Tensor,
         per_volume: torch.Tensor,
     ) -> torch.Tensor:
-        """``structure`` (atoms,): the structure of each atom, a place in ``energy`` (structures,). ``forces``: (atoms, 3). ``stress``:
-        (structures, 3, 3). ``per_volume`` (structures,): 1 / volume, or 0 for a structure without a stress."""
+        """``structure`` (atoms,): the structure of each atom, a place in ``energy`` (structures,). ``forces``: (atoms,
+        3). ``stress``: (structures, 3, 3). ``per_volume`` (structures,): 1 / volume, or 0 for a structure without a
+        stress."""
         positions = positions.detach().requires_grad_()
         strain = torch.zeros_like(stress).requires_grad_()
         symmetric = (strain + strain.transpose(1, 2)) / 2
@@ -70,7 +71,8 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def arrays_of(atoms: Atoms, species: Sequence[int], cutoff: float) -> Arrays:
-    """Return what the loss reads of a structure, with its neighbor list. ``species``: the model's atomic numbers, in its order."""
+    """Return what the loss reads of a structure, with its neighbor list. ``species``: the model's atomic numbers, in
+    its order."""
     cell = atoms.cell.complete()
     src, dst, images = primitive_neighbor_list("ijS", atoms.pbc, cell, atoms.positions, cutoff)
     known = {} if atoms.calc is None else atoms.calc.results
@@ -82,7 +84,17 @@ def arrays_of(atoms: Atoms, species: Sequence[int], cutoff: float) -> Arrays:
     if "stress" in known and atoms.cell.rank == 3:
         stress, per_volume = atoms.get_stress(voigt=False, apply_constraint=False), 1 / atoms.get_volume()
     kinds, forces = np.array([species.index(z) for z in atoms.numbers]), atoms.get_forces(apply_constraint=False)
-    return atoms.positions, kinds, src, dst, images @ cell, np.array([known["energy"]]), forces, stress[None], np.array([per_volume])
+    return (
+        atoms.positions,
+        kinds,
+        src,
+        dst,
+        images @ cell,
+        np.array([known["energy"]]),
+        forces,
+        stress[None],
+        np.array([per_volume]),
+    )
 
 
 def batch(structures: Sequence[Arrays], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -109,7 +121,8 @@ def entry(matching: Matching, example: tuple[torch.Tensor, ...], lr: float) -> a
 
 
 def read(path: str, model: nn.Module) -> list[Arrays]:
-    """Return the structures of a file, without those that have no two atoms within the cutoff: they do not train the network."""
+    """Return the structures of a file, without those that have no two atoms within the cutoff: they do not train the
+    network."""
     structures = []
     for number, atoms in enumerate(ase.io.read(path, ":"), 1):
         try:
@@ -148,7 +161,9 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not structures:
-        parser.error(f"{options.data}: expected structures with atoms within the model's cutoff of {float(model.r_max):g} Å, got none.")
+        parser.error(
+            f"{options.data}: expected structures with atoms within the model's cutoff of {float(model.r_max):g} Å, got none."
+        )
     random = np.random.default_rng(0)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +176,8 @@ def main() -> None:
         chosen = ([structures[i] for i in order[k : k + options.batch]] for k in range(0, len(order), options.batch))
         losses = []
         for part in chosen:
-            step.ema = min(0.99, (2 + step.count) / (11 + step.count))  # averages of a short training, too, as in mace_run_train --ema
+            # Averages of a short training, too, as in mace_run_train --ema
+            step.ema = min(0.99, (2 + step.count) / (11 + step.count))
             losses.append(float(step(*batch(part, dtype))))
         print(f"epoch {epoch + 1}: loss {np.mean(losses):.4g}", flush=True)
     with torch.no_grad():

@@ -2,8 +2,8 @@
 
     python examples/forces/load.py forces.pt2
 
-Molecular dynamics calls one small gradient thousands of times, and each call needs the result of the one before. Eager spends most of its time on
-dispatching some forty operators and their backward one by one.
+Molecular dynamics calls one small gradient thousands of times, and each call needs the result of the one before. Eager
+spends most of its time on dispatching some forty operators and their backward one by one.
 """
 
 import sys
@@ -30,7 +30,9 @@ def main(path: str) -> None:
         difference = (dpos - expected).abs().max()
         native_time = seconds(lambda: gradient(pos))  # noqa: B023
         eager_time = seconds(lambda: torch.autograd.grad(eager(leaf), leaf))  # noqa: B023
-        print(f"{len(pos):5}   {dpos.abs().max():13.4f}   {difference:29.1e}   {native_time * 1e6:6.0f} µs   {eager_time * 1e6:6.0f} µs")
+        print(
+            f"{len(pos):5}   {dpos.abs().max():13.4f}   {difference:29.1e}   {native_time * 1e6:6.0f} µs   {eager_time * 1e6:6.0f} µs"
+        )
         assert difference < 1e-10
 
     pos = lattice(3)

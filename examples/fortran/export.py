@@ -1,11 +1,12 @@
 """A network from Fortran, first half: export a gradient, a module and a training step.
 
     python examples/fortran/export.py network.pt2
-    gfortran -O2 examples/fortran/aot_backward.f90 examples/fortran/network.f90 -o network -L build/native -laot_backward -Wl,-rpath,build/native
+    gfortran -O2 examples/fortran/aot_backward.f90 examples/fortran/network.f90 -o network \
+      -L build/native -laot_backward -Wl,-rpath,build/native
     ./network network.pt2
 
-``make native`` builds the library. The program needs neither Python nor PyTorch: with ``runtime="standalone"`` the export checks this or fails.
-"""
+``make native`` builds the library. The program needs neither Python nor PyTorch: with ``runtime="standalone"`` the
+export checks this or fails."""
 
 import sys
 
@@ -34,9 +35,18 @@ def entries() -> dict[str, ab.Grad | ab.Module | ab.Step]:
     atoms, batch = {0: torch.export.Dim("atoms", min=2)}, {0: torch.export.Dim("batch", min=2)}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     return {
-        "energy": ab.Grad(energy, [ab.Variant((torch.rand(5, 3, dtype=torch.float64),), dynamic_shapes=(atoms,))], metadata={"length": "Bohr"}),
+        "energy": ab.Grad(
+            energy,
+            [ab.Variant((torch.rand(5, 3, dtype=torch.float64),), dynamic_shapes=(atoms,))],
+            metadata={"length": "Bohr"},
+        ),
         "network": ab.Module(net, [ab.Variant((asked,), dynamic_shapes=(batch,))]),
-        "step": ab.Step(net, [ab.Variant((points, points[:, :1]), dynamic_shapes=(batch, batch))], optimizer, loss_fn=nn.functional.mse_loss),
+        "step": ab.Step(
+            net,
+            [ab.Variant((points, points[:, :1]), dynamic_shapes=(batch, batch))],
+            optimizer,
+            loss_fn=nn.functional.mse_loss,
+        ),
     }
 
 

@@ -1,8 +1,10 @@
-"""A force field in LAMMPS by ``fix external``: Python computes energy, forces and virial, without PyTorch and without a plugin. One MPI rank.
+"""A force field in LAMMPS by ``fix external``: Python computes energy, forces and virial, without PyTorch and without a
+plugin. One MPI rank.
 
     python examples/lammps/fix_external.py salt.pt2 salt.data Na Cl
 
-The neighbor list is that of ``ForceField``. On several ranks use the plugin (``pair_aotb.cpp``), which takes LAMMPS's own.
+The neighbor list is that of ``ForceField``. On several ranks use the plugin (``pair_aotb.cpp``), which takes LAMMPS's
+own.
 """
 
 import ctypes
@@ -18,15 +20,20 @@ from aot_backward_native.forcefield import ForceField
 
 
 def attach(lmp: lammps.lammps, path: str, species: Sequence[str]) -> None:
-    """Add the forces of the package to ``lmp``; ``species``: the symbol of each atom type. Call it after the box is created."""
+    """Add the forces of the package to ``lmp``; ``species``: the symbol of each atom type. Call it after the box is
+    created."""
     if lmp.extract_setting("world_size") != 1:
-        raise ValueError(f"{path}: expected one MPI rank, got {lmp.extract_setting('world_size')}. Use pair_style aotb for several.")
+        raise ValueError(
+            f"{path}: expected one MPI rank, got {lmp.extract_setting('world_size')}. Use pair_style aotb for several."
+        )
     if lmp.extract_global("units") != "metal":
         raise ValueError(f"units: expected metal (eV and Å), got {lmp.extract_global('units')}. Change the input.")
     force_field = ForceField(path)
     kinds = force_field.kinds(species)
     if len(kinds) != lmp.extract_global("ntypes"):
-        raise ValueError(f"species: expected {lmp.extract_global('ntypes')} symbols, one for each atom type, got {len(kinds)}. Name them all.")
+        raise ValueError(
+            f"species: expected {lmp.extract_global('ntypes')} symbols, one for each atom type, got {len(kinds)}. Name them all."
+        )
     lmp.commands_string("""
         fix aotb all external pf/callback 1 1
         fix_modify aotb energy yes virial yes

@@ -18,7 +18,8 @@ def images_and_labels() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def batches() -> Iterator[tuple[float, np.ndarray]]:
-    """Yield the learning rate and the rows of each step. The rate is a cosine that falls from RATE towards 0, epoch by epoch."""
+    """Yield the learning rate and the rows of each step. The rate is a cosine that falls from RATE towards 0, epoch by
+    epoch."""
     random = np.random.default_rng(1)
     for epoch in range(EPOCHS):
         order = random.permutation(TRAINING)

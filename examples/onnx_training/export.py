@@ -4,8 +4,8 @@
     python examples/onnx_training/train.py digits.onnx
 
 ``digits.step.onnx`` is the training step, ``digits.net.inference.onnx`` the network. The batch size is dynamic in both.
-``aot-backward export examples/onnx_training/export.py:entries -o digits.onnx --format onnx`` writes the same files. This script also trains in
-eager, so that you can compare the accuracy.
+``aot-backward export examples/onnx_training/export.py:entries -o digits.onnx --format onnx`` writes the same files.
+This script also trains in eager, so that you can compare the accuracy.
 """
 
 import sys
@@ -18,7 +18,8 @@ import aot_backward as ab
 
 
 def network() -> nn.Sequential:
-    """Return a network from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10). No dropout: ONNX cannot draw eager's masks."""
+    """Return a network from images (batch, 1, 8, 8) in [0, 1] to the logits (batch, 10). No dropout: ONNX cannot draw
+    eager's masks."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -37,7 +38,10 @@ def entries() -> dict[str, ab.Step | ab.Module]:
     train = ab.Variant((images, labels), dynamic_shapes=(batch, batch))
     evaluate = ab.Variant((images,), dynamic_shapes=(batch,), mode="eval")
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
-    return {"step": ab.Step(net, [train], optimizer, loss_fn=nn.functional.cross_entropy), "net": ab.Module(net, [evaluate])}
+    return {
+        "step": ab.Step(net, [train], optimizer, loss_fn=nn.functional.cross_entropy),
+        "net": ab.Module(net, [evaluate]),
+    }
 
 
 def eager() -> float:

@@ -37,7 +37,9 @@ def main(path: str) -> None:
     (logits,) = net.run(["output"], {"input": test_images} | weights)
     accuracy = (logits.argmax(1) == test_labels).mean()
     epoch = -(-TRAINING // BATCH)
-    print(f"{len(losses)} steps in {took:.2f} s; loss {np.mean(losses[:epoch]):.4f} in the first epoch, {np.mean(losses[-epoch:]):.4f} in the last")
+    print(
+        f"{len(losses)} steps in {took:.2f} s; loss {np.mean(losses[:epoch]):.4f} in the first epoch, {np.mean(losses[-epoch:]):.4f} in the last"
+    )
     print(f"onnxruntime: test accuracy {100 * accuracy:.1f} %")
     assert accuracy > 0.95
     assert "torch" not in sys.modules

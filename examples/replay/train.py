@@ -19,7 +19,9 @@ images, labels = (torch.as_tensor(a) for a in load_digits(return_X_y=True))
 images = images.float().div(16).reshape(-1, 1, 8, 8)
 train, test = slice(0, 1500), slice(1500, None)
 
-net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 36, 10))
+net = nn.Sequential(
+    nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 36, 10)
+)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
 for _ in range(options.epochs):

@@ -1,4 +1,5 @@
-"""Fake tensor rules for fake quantization, which runs as eager's own kernels: torch (2.13) lacks them, and dynamic sizes need them."""
+"""Fake tensor rules for fake quantization, which runs as eager's own kernels: torch (2.13) lacks them, and dynamic
+sizes need them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def _with_mask(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
 
 
-def _gradients(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+def _gradients(
+    gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(zero_point)
 
 

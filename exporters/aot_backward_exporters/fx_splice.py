@@ -1,4 +1,5 @@
-"""Inserts a function's operators into a graph: traces it on the values of its operands, and inserts the trace before a node."""
+"""Inserts a function's operators into a graph: traces it on the values of its operands, and inserts the trace before a
+node."""
 
 from __future__ import annotations
 
@@ -17,12 +18,16 @@ SPLICED = "spliced"
 """Key in the ``meta`` of a graph that a rewrite made, such as a control-flow body: it must not be rewritten again."""
 
 
-def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]) -> tuple[list[Node], dict[Node, Any]]:
-    """Insert ``function`` of ``operands`` before ``place``. ``values``: the operands' fake tensors. Return the nodes of its results (a flat tuple),
-    and the value of each new node. Call it within the operands' fake mode, as in retargeting. If ``function`` calls control flow, its bodies become
-    submodules, marked as :data:`SPLICED`."""
+def spliced(
+    place: Node, function: Callable[..., Any], operands: Sequence[Node], values: Mapping[Node, Any]
+) -> tuple[list[Node], dict[Node, Any]]:
+    """Insert ``function`` of ``operands`` before ``place``. ``values``: the operands' fake tensors. Return the nodes of
+    its results (a flat tuple), and the value of each new node. Call it within the operands' fake mode, as in
+    retargeting. If ``function`` calls control flow, its bodies become submodules, marked as :data:`SPLICED`."""
     with torch.no_grad(), torch_api.enable_python_dispatcher():
-        traced_module = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(*(values[node] for node in operands))
+        traced_module = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table())(
+            *(values[node] for node in operands)
+        )
     traced_module.graph.eliminate_dead_code()
     node_map: dict[Node, Node] = dict(zip(traced_module.graph.find_nodes(op="placeholder"), operands, strict=True))
     new_values: dict[Node, Any] = {}
@@ -31,7 +36,9 @@ def spliced(place: Node, function: Callable[..., Any], operands: Sequence[Node],
             return [node_map[result] for result in node.args[0]], new_values
         if node.op == "get_attr":
             with place.graph.inserting_before(place):
-                node_map[node] = place.graph.get_attr(_added(place.graph.owning_module, getattr(traced_module, node.target)))
+                node_map[node] = place.graph.get_attr(
+                    _added(place.graph.owning_module, getattr(traced_module, node.target))
+                )
         if node.op == "call_function":
             with place.graph.inserting_before(place):
                 node_map[node] = place.graph.node_copy(node, node_map.__getitem__)
@@ -50,8 +57,8 @@ def _added(module: Any, branch: GraphModule) -> str:
 
 
 def with_strides(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. ``like`` must be dense; otherwise the result's
-    strides differ."""
+    """Return ``tensor``, which has the sizes of ``like``, with its strides: itself, or a copy. ``like`` must be dense;
+    otherwise the result's strides differ."""
     is_true = torch_api.statically_known_true
     if all(is_true(a == b) for a, b in zip(tensor.stride(), like.stride(), strict=True)):
         return tensor

@@ -16,10 +16,12 @@ VERSION = "0.1.0"
 
 
 ROUNDED = "aot_backward_rounded"
-"""The key in a node's ``meta`` that is true if a 16-bit result must be rounded as eager rounds it, also within a fused loop."""
+"""The key in a node's ``meta`` that is true if a 16-bit result must be rounded as eager rounds it, also within a fused
+loop."""
 
 EAGER_KERNEL = "aot_backward_eager_kernel"
-"""The key in a node's ``meta`` that is true if eager's own kernel is called, because compiled code gave other numbers."""
+"""The key in a node's ``meta`` that is true if eager's own kernel is called, because compiled code gave other
+numbers."""
 
 LINE = "aot_backward_line"
 """The key in a node's ``meta`` that holds its :class:`Line`."""
@@ -40,9 +42,10 @@ class Line:
 class Graph:
     """One functional ATen graph, ready to compile.
 
-    ``module``: its placeholders are the inputs, in order; parameters and buffers are ``get_attr`` nodes, named as in ``constants``
-    (in-place updates of buffers are ``copy_`` nodes); its output is a flat tuple of tensors.
-    ``constants``: attribute name -> (weight key, the tensor). ``nodes``: operators in it, before any decomposition by the compiler.
+    ``module``: its placeholders are the inputs, in order; parameters and buffers are ``get_attr`` nodes, named as in
+    ``constants`` (in-place updates of buffers are ``copy_`` nodes); its output is a flat tuple of tensors.
+    ``constants``: attribute name -> (weight key, the tensor). ``nodes``: operators in it, before any decomposition by
+    the compiler.
     """
 
     name: str  # "net.0.forward": the model name inside the archive

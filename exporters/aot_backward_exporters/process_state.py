@@ -1,16 +1,18 @@
-"""Temporary changes of process-wide state for a capture, check or compilation: attributes of torch, entries of mappings, switches in C++.
+"""Temporary changes of process-wide state for a capture, check or compilation: attributes of torch, entries of
+mappings, switches in C++.
 
-This module replaces every attribute and mapping entry under one lock, and restores them in reverse order, also after an error; one thread may
-nest replacements. Settings that torch has its own function or context for (default dtype, autocast, warnings, Inductor's options) are
-changed at the point of use, while the lock is held. The lock is held by:
+This module replaces every attribute and mapping entry under one lock, and restores them in reverse order, also after an
+error; one thread may nest replacements. Settings that torch has its own function or context for (default dtype,
+autocast, warnings, Inductor's options) are changed at the point of use, while the lock is held. The lock is held by:
 
-- An export, from its first trace until the package is written (:func:`exclusive`): it also relies on the random state, and on the modes, buffers and
-  parameters of the modules that it traces. Exports in several threads run one after the other.
-- Other operations (a rebuild, a recorded pass, ``verify``), only while they have something replaced: while a program is traced, while Inductor
-  lowers a graph, while a variant is compared with stored results.
+- An export, from its first trace until the package is written (:func:`exclusive`): it also relies on the random state,
+  and on the modes, buffers and parameters of the modules that it traces. Exports in several threads run one after the
+  other.
+- Other operations (a rebuild, a recorded pass, ``verify``), only while they have something replaced: while a program is
+  traced, while Inductor lowers a graph, while a variant is compared with stored results.
 
-The lock does not stop a training thread, and torch calls the replacements in that thread, too. A replacement that refuses or records calls must
-therefore call the original in all threads but its own.
+The lock does not stop a training thread, and torch calls the replacements in that thread, too. A replacement that
+refuses or records calls must therefore call the original in all threads but its own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def _new_lock() -> None:
     _LOCK = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_new_lock)  # the lock's holder does not exist in the child, which keeps torch's state from the fork
+# The lock's holder does not exist in the child, which keeps torch's state from the fork
+os.register_at_fork(after_in_child=_new_lock)
 
 
 @contextlib.contextmanager
@@ -49,13 +52,16 @@ def exclusive() -> Iterator[None]:
 def patched(owner: Any, /, **values: Any) -> Iterator[None]:
     """Set the attributes ``values`` on ``owner`` (a module, a class, an object) and restore them at exit.
 
-    Attributes that it inherited are inherited again afterwards. Raise :class:`AttributeError` if a name is missing: if torch renamed it, the
-    replacement would silently have no effect."""
+    Attributes that it inherited are inherited again afterwards. Raise :class:`AttributeError` if a name is missing: if
+    torch renamed it, the replacement would silently have no effect."""
     with _LOCK, contextlib.ExitStack() as stack:
         for name, value in values.items():
             if not hasattr(owner, name):
-                raise AttributeError(f"{owner!r} has no attribute {name!r} that could be replaced (torch {torch.__version__})")
-            old_value = vars(owner).get(name, _ABSENT)  # keeps a staticmethod; getattr would return the function that it wraps
+                raise AttributeError(
+                    f"{owner!r} has no attribute {name!r} that could be replaced (torch {torch.__version__})"
+                )
+            # Keeps a staticmethod; getattr would return the function that it wraps
+            old_value = vars(owner).get(name, _ABSENT)
             setattr(owner, name, value)
             if old_value is _ABSENT:
                 stack.callback(delattr, owner, name)
@@ -82,10 +88,11 @@ def patched_items(mapping: MutableMapping[str, Any], /, **values: Any) -> Iterat
 def sizes_of_one_open() -> Iterator[None]:
     """Let comparisons of a size with 1 leave the size open if the answer changes only strides or speed.
 
-    torch's Python code makes such comparisons through ``guard_or_false``, which ``backed_size_oblivious`` answers. Its C++ code compares before it
-    multiplies a stride by a size (``is_channels_last_strides_2d``), merges two dimensions (``view``), sums or copies: the size counts as other than
-    1, which is correct for all but ``squeeze``. Comparisons in user code are Python, and create a guard. The self-check runs the size 1. The example
-    decides whether elements of a tensor that is written to share memory."""
+    torch's Python code makes such comparisons through ``guard_or_false``, which ``backed_size_oblivious`` answers. Its
+    C++ code compares before it multiplies a stride by a size (``is_channels_last_strides_2d``), merges two dimensions
+    (``view``), sums or copies: the size counts as other than 1, which is correct for all but ``squeeze``. Comparisons
+    in user code are Python, and create a guard. The self-check runs the size 1. The example decides whether elements of
+    a tensor that is written to share memory."""
     node, owner, overlap = torch_api.SymNode, threading.get_ident(), torch_api._debug_has_internal_overlap
     original = node.guard_bool
 
@@ -110,7 +117,8 @@ def sizes_of_one_open() -> Iterator[None]:
 
 
 def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
-    """Return the value of ``expression`` if its size is not 1; None if it depends on more than that. A stride of 8 * n is 8 only if n is 1."""
+    """Return the value of ``expression`` if its size is not 1; None if it depends on more than that. A stride of 8 * n
+    is 8 only if n is 1."""
     kind = type(expression).__name__
     if kind == "StrictGreaterThan" and expression.rhs == 1:
         return True
@@ -130,8 +138,9 @@ def _answer_for_other_than_one(expression: Any, hint: Any) -> bool | None:
 def without_convolution_libraries() -> Iterator[None]:
     """Turn off oneDNN and NNPACK, so that convolutions and recurrent layers are plain ATen operators.
 
-    oneDNN's recurrent layers have no decomposition that can be traced. The batch size decides which library runs a convolution (both are for 16
-    and more): traced, that comparison would become a guard on the batch size. Compiled code compares again at run time.
+    oneDNN's recurrent layers have no decomposition that can be traced. The batch size decides which library runs a
+    convolution (both are for 16 and more): traced, that comparison would become a guard on the batch size. Compiled
+    code compares again at run time.
     """
     with _LOCK, torch.backends.nnpack.flags(enabled=False):
         mkldnn = torch_api._get_mkldnn_enabled()
@@ -145,7 +154,8 @@ def without_convolution_libraries() -> Iterator[None]:
 def matrix_products_for_any_size() -> contextlib.AbstractContextManager[None]:
     """Keep Inductor's decomposition of matrix products from checking for small dynamic sizes, which would narrow them.
 
-    Lowering decomposes them, and from torch 2.15 on also the passes over joint graphs, which trace their patterns on the graph's own sizes.
+    Lowering decomposes them, and from torch 2.15 on also the passes over joint graphs, which trace their patterns on
+    the graph's own sizes.
     """
     return patched(torch_api.decomposition, guard_or_false=torch_api.statically_known_true)
 
@@ -157,10 +167,11 @@ _GROUP_NORM = "native_group_norm_backward"
 def without_crashes() -> Iterator[list[str]]:
     """Keep eager's ``group_norm`` over a channels_last input from crashing the process.
 
-    Its kernel crashes if the gradients of its parameters are requested without its input's (torch 2.13), which ``backward()`` does if the input does
-    not require grad. This context also computes the input's gradient and drops it: the others are bit-identical. Among about thirty CPU operators,
-    each tested with every combination of gradients, only this one crashed. Yields a list that receives the operator's name for each avoided crash.
-    Other calls take 8 µs longer."""
+    Its kernel crashes if the gradients of its parameters are requested without its input's (torch 2.13), which
+    ``backward()`` does if the input does not require grad. This context also computes the input's gradient and drops
+    it: the others are bit-identical. Among about thirty CPU operators, each tested with every combination of gradients,
+    only this one crashed. Yields a list that receives the operator's name for each avoided crash. Other calls take 8 µs
+    longer."""
     kernel: Any = torch.library.get_kernel(f"aten::{_GROUP_NORM}", "CPU")
     crashes: list[str] = []
 
@@ -176,7 +187,8 @@ def without_crashes() -> Iterator[list[str]]:
         library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Warning only once for all operators")  # the warning that a kernel is replaced
+                # The warning that a kernel is replaced
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 library.impl(_GROUP_NORM, group_norm_backward, "CPU", with_keyset=True, allow_override=True)
             yield crashes
         finally:

@@ -1,4 +1,5 @@
-"""Progress reports of long work: exporting, rebuilding, verifying, recording and converting take a :class:`Progress`."""
+"""Progress reports of long work: exporting, rebuilding, verifying, recording and converting take a
+:class:`Progress`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called when ``done`` of the ``total`` steps of ``stage`` ("capture net", "compile", "write") are finished, from 0 to ``total``.
+    """Called when ``done`` of the ``total`` steps of ``stage`` ("capture net", "compile", "write") are finished, from 0
+    to ``total``.
 
     A stage may repeat, for the next variant or target.
     """

@@ -1,13 +1,16 @@
-"""Values in bfloat16 and float16: selects the values that must be rounded as in eager, and decomposes operators to round like eager's CPU kernels.
+"""Values in bfloat16 and float16: selects the values that must be rounded as in eager, and decomposes operators to
+round like eager's CPU kernels.
 
-Compiled code keeps fused values in float32. If a comparison, an index or a rounding depends on one, it can select another element than eager; the
-gradient is then 0 instead of 1 (pytorch#185517). Therefore all values that a selection depends on are rounded (:func:`mark_rounded`). Other values
-are not, because rounding costs time: 16,384 bfloat16 numbers through nine pointwise operators take 103 us rounded and 52 us not rounded on one AVX2
-thread, and 81 us in eager.
+Compiled code keeps fused values in float32. If a comparison, an index or a rounding depends on one, it can select
+another element than eager; the gradient is then 0 instead of 1 (pytorch#185517). Therefore all values that a selection
+depends on are rounded (:func:`mark_rounded`). Other values are not, because rounding costs time: 16,384 bfloat16
+numbers through nine pointwise operators take 103 us rounded and 52 us not rounded on one AVX2 thread, and 81 us in
+eager.
 
-Torch's decompositions compute most operators in float32 and round once, as most of eager's kernels do. Some kernels round in between (``mse_loss``
-rounds the difference before it squares it), and some decompositions compute in 16 bits while the kernel computes in float32 (``lerp``). The functions
-here were compared with eager on every 16-bit number between 1e-6 and 1e4.
+Torch's decompositions compute most operators in float32 and round once, as most of eager's kernels do. Some kernels
+round in between (``mse_loss`` rounds the difference before it squares it), and some decompositions compute in 16 bits
+while the kernel computes in float32 (``lerp``). The functions here were compared with eager on every 16-bit number
+between 1e-6 and 1e4.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ _UNRELATED = frozenset({aten.native_dropout, aten.rand_like, aten.randn_like})
 
 
 def mark_rounded(graph: GraphModule) -> None:
-    """Mark the 16-bit values of ``graph`` that a selection depends on, and values that the program casts to 16 bits and back, which is how a program
-    rounds: compiled code rounds them as eager does."""
+    """Mark the 16-bit values of ``graph`` that a selection depends on, and values that the program casts to 16 bits and
+    back, which is how a program rounds: compiled code rounds them as eager does."""
     stack = [node for node in graph.graph.nodes if _selects(node)]
     ancestors = set(stack)
     while stack:
@@ -94,11 +97,14 @@ def _selects(node: Node) -> bool:
 
 
 def _is_inexact(value: Any) -> bool:
-    return any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in pytree.tree_leaves(value))
+    return any(
+        isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in pytree.tree_leaves(value)
+    )
 
 
 def rounding_as_kernels(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
-    """Return ``table`` (operator -> decomposition) with this module's decompositions for 16-bit tensors; other tensors use ``table``'s."""
+    """Return ``table`` (operator -> decomposition) with this module's decompositions for 16-bit tensors; other tensors
+    use ``table``'s."""
     out = dict(table)
     for operator, by_dtype in _OWN.items():
         out[operator] = _chosen_by_dtype(by_dtype, table.get(operator))
@@ -133,8 +139,9 @@ def _in_float32(decomposition: Decomposition) -> Decomposition:
 
 
 def _with_wide_statistics(decomposition: Decomposition) -> Decomposition:
-    """Save mean and deviation of a 16-bit input for the backward in the dtype of its float32 weights, as kernels do on a CPU. torch's decompositions
-    round them to the input's dtype: a gradient of a network with batch normalization was off by four times what export allows."""
+    """Save mean and deviation of a 16-bit input for the backward in the dtype of its float32 weights, as kernels do on
+    a CPU. torch's decompositions round them to the input's dtype: a gradient of a network with batch normalization was
+    off by four times what export allows."""
 
     def wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         is_mixed = any(isinstance(a, torch.Tensor) and a.dtype == torch.float32 for a in args)
@@ -158,14 +165,18 @@ def _mse_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torc
 def _huber_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, delta: float = 1.0) -> torch.Tensor:
     distance = (x - target).abs()
     limit = torch.full((), delta, dtype=x.dtype, device=x.device)
-    return _reduced(torch.where(distance < limit, 0.5 * distance * distance, limit * (distance - 0.5 * limit)), reduction)
+    return _reduced(
+        torch.where(distance < limit, 0.5 * distance * distance, limit * (distance - 0.5 * limit)), reduction
+    )
 
 
 def _soft_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     return _reduced((-x * target).exp().log1p(), reduction)
 
 
-def _soft_margin_loss_backward(grad_output: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int) -> torch.Tensor:
+def _soft_margin_loss_backward(
+    grad_output: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int
+) -> torch.Tensor:
     power = (-target * x).exp()
     norm = 1.0 / x.numel() if reduction == 1 else 1.0
     return target * power * -norm / (power + 1) * grad_output
@@ -201,7 +212,9 @@ def _xlog1py(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _entr(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), x, torch.where(x > 0, -x * x.log(), torch.where(x == 0, 0.0, -float("inf")).to(x.dtype)))
+    return torch.where(
+        x.isnan(), x, torch.where(x > 0, -x * x.log(), torch.where(x == 0, 0.0, -float("inf")).to(x.dtype))
+    )
 
 
 def _logit(x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
@@ -215,7 +228,9 @@ def _quotient(x: torch.Tensor, y: torch.Tensor, *, rounding_mode: str | None = N
     return (x / y).trunc() if rounding_mode == "trunc" else NotImplemented
 
 
-def _binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1) -> torch.Tensor:
+def _binary_cross_entropy(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
     loss = (target - 1) * (-x).log1p().clamp_min(-100) - target * x.log().clamp_min(-100)
     return _reduced(loss if weight is None else loss * weight, reduction)
 
@@ -258,9 +273,12 @@ _BOTH: dict[Any, Decomposition] = {
     aten.div.Tensor_mode: _quotient,
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     aten.threshold_backward.default: _threshold_backward,
-    aten.index_add.default: _index_add,  # the kernel rounds each sum; Inductor's call of bfloat16's kernel fails (torch 2.13)
+    # The kernel rounds each sum; Inductor's call of bfloat16's kernel fails (torch 2.13)
+    aten.index_add.default: _index_add,
 }
-_OWN: dict[Any, dict[torch.dtype, Decomposition]] = {operator: dict.fromkeys(DTYPES, decomposition) for operator, decomposition in _BOTH.items()} | {
+_OWN: dict[Any, dict[torch.dtype, Decomposition]] = {
+    operator: dict.fromkeys(DTYPES, decomposition) for operator, decomposition in _BOTH.items()
+} | {
     aten.huber_loss.default: {torch.bfloat16: _huber_loss},
     aten.pow.Tensor_Scalar: {torch.bfloat16: _pow},
     aten.smooth_l1_loss.default: {torch.float16: _smooth_l1_loss},

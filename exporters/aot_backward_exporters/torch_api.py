@@ -1,7 +1,8 @@
-"""Every private torch name that the library and the exporters use, with the first torch version that has it, if not all do.
+"""Every private torch name that the library and the exporters use, with the first torch version that has it, if not all
+do.
 
-``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly if a name is missing.
-``tests/project/test_torch_api.py`` resolves all of them.
+``torch_api.NAME`` resolves lazily (PEP 562), so that ``import aot_backward`` stays light, and fails loudly if a name is
+missing. ``tests/project/test_torch_api.py`` resolves all of them.
 """
 
 from __future__ import annotations
@@ -173,8 +174,13 @@ NAMESPACES = frozenset({
 })  # fmt: skip
 """Namespaces of the operators that ``import torch`` registers, in any supported version."""
 
-_OPTIONS_SINCE = {"aot_inductor.enable_frame_pointer": "2.12", "aot_inductor.enable_line_tables": "2.13", "cpp.march": "2.13"}
-"""First torch minor version of an option of ``torch._inductor.config``. An option that is not listed must be in all supported versions."""
+_OPTIONS_SINCE = {
+    "aot_inductor.enable_frame_pointer": "2.12",
+    "aot_inductor.enable_line_tables": "2.13",
+    "cpp.march": "2.13",
+}
+"""First torch minor version of an option of ``torch._inductor.config``. An option that is not listed must be in all
+supported versions."""
 
 
 def is_transformed() -> bool:
@@ -184,7 +190,8 @@ def is_transformed() -> bool:
 
 
 def control_flow_modules() -> list[Any]:
-    """Return the modules of the operators that trace their own bodies, each with the name ``reenter_make_fx`` (2.11 to 2.15)."""
+    """Return the modules of the operators that trace their own bodies, each with the name ``reenter_make_fx`` (2.11 to
+    2.15)."""
     names = ("associative_scan", "cond", "map", "scan", "while_loop")
     return [importlib.import_module(f"torch._higher_order_ops.{name}") for name in names]
 
@@ -214,14 +221,16 @@ def known_options(options: dict[str, object]) -> dict[str, object]:
 
 
 def module_of_custom_op(operator: str) -> str:
-    """Return the module of the function that ``torch.library.custom_op`` made the operator ("mine::cube") from; "" for other operators."""
+    """Return the module of the function that ``torch.library.custom_op`` made the operator ("mine::cube") from; "" for
+    other operators."""
     definition = __getattr__("OPDEFS").get(operator)
     return "" if definition is None else str(definition._init_fn.__module__)
 
 
 def places_of_operator(operator: str, overload: str) -> list[str]:
     """Return the known files that defined the operator and that registered its fake implementation."""
-    registration = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()  # "registered at FILE:LINE"
+    # "registered at FILE:LINE"
+    registration = __getattr__("_dispatch_find_schema_or_throw")(operator, overload).debug()
     fake_entry = __getattr__("fake_registry")._data.get(f"{operator}.{overload}" if overload else operator)
     kernel = fake_entry.fake_impl.kernel if fake_entry is not None else None
     sources = [registration.partition(" at ")[2], *([kernel.source] if kernel is not None else [])]
@@ -230,8 +239,8 @@ def places_of_operator(operator: str, overload: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet_search_for_cuda() -> Iterator[None]:
-    """Silence ``torch.utils.cpp_extension`` while it is imported: on a machine with CUDA's compiler but without a GPU it logs a warning to stderr,
-    which may carry one of our reports (``record --json``)."""
+    """Silence ``torch.utils.cpp_extension`` while it is imported: on a machine with CUDA's compiler but without a GPU
+    it logs a warning to stderr, which may carry one of our reports (``record --json``)."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     was_disabled, logger.disabled = logger.disabled, True
     try:
@@ -241,8 +250,8 @@ def _quiet_search_for_cuda() -> Iterator[None]:
 
 
 def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15). Raise :class:`TypeError` for a
-    symbolic size, as during tracing: reading its value would create a guard."""
+    """Return the shapes of the gradients that go into an autograd node (``Node._input_metadata``, 2.11 to 2.15). Raise
+    :class:`TypeError` for a symbolic size, as during tracing: reading its value would create a guard."""
     shapes = tuple(tuple(metadata.shape) for metadata in node._input_metadata)
     if any(type(n) is not int for shape in shapes for n in shape):
         raise TypeError("a symbolic size")
@@ -250,43 +259,47 @@ def gradient_shapes(node: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def backward_that_runs() -> tuple[str, int] | None:
-    """Return name and number of the autograd node that runs in this thread. Its forward operators have the number as ``seq_nr``
-    (``torch._C._current_autograd_node``, ``Node._sequence_nr``, 2.11 to 2.15)."""
+    """Return name and number of the autograd node that runs in this thread. Its forward operators have the number as
+    ``seq_nr`` (``torch._C._current_autograd_node``, ``Node._sequence_nr``, 2.11 to 2.15)."""
     node = torch._C._current_autograd_node()
     return None if node is None else (node.name(), node._sequence_nr())
 
 
 def unguarded(of: Any) -> contextlib.AbstractContextManager[None]:
-    """Answer comparisons of symbolic sizes by the example, without a guard (``ShapeEnv.suppress_guards``, 2.11 to 2.15). Use it only if the answer
-    makes no difference, such as which of its kernels eager would select for the same numbers and strides. ``of``: a fake mode, or the node of a
-    size."""
+    """Answer comparisons of symbolic sizes by the example, without a guard (``ShapeEnv.suppress_guards``, 2.11 to
+    2.15). Use it only if the answer makes no difference, such as which of its kernels eager would select for the same
+    numbers and strides. ``of``: a fake mode, or the node of a size."""
     return of.shape_env.suppress_guards()
 
 
 def clear_kernel_cache(operator: Any) -> None:
-    """Make the Python dispatcher look up the kernels of ``operator`` again (``OpOverload._dispatch_cache``, 2.11 to 2.15)."""
+    """Make the Python dispatcher look up the kernels of ``operator`` again (``OpOverload._dispatch_cache``, 2.11 to
+    2.15)."""
     operator._dispatch_cache.clear()
 
 
 def call_kernel(operator: Any, key: Any, *args: Any) -> Any:
-    """Call torch's own kernel of ``operator`` for a dispatch key, also if Python code replaces it (``OpOverload._op_dk``, 2.11 to 2.15)."""
+    """Call torch's own kernel of ``operator`` for a dispatch key, also if Python code replaces it
+    (``OpOverload._op_dk``, 2.11 to 2.15)."""
     return operator._op_dk(key, *args)
 
 
 def kernel_lookup() -> tuple[Any, str]:
-    """Return the class of operators and the name of its method that looks up, once, the kernel for a dispatch key (``OpOverload._get_dispatch``, 2.11
-    to 2.15)."""
+    """Return the class of operators and the name of its method that looks up, once, the kernel for a dispatch key
+    (``OpOverload._get_dispatch``, 2.11 to 2.15)."""
     return __getattr__("OpOverload"), "_get_dispatch"
 
 
 def donate_no_inputs(lowering: Any) -> None:
-    """Keep Inductor from writing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11 to 2.15)."""
+    """Keep Inductor from writing into the inputs of the graph that it lowers (``GraphLowering.bw_donated_idxs``, 2.11
+    to 2.15)."""
     lowering.bw_donated_idxs = None
 
 
 def strides_of_view() -> tuple[Any, str]:
-    """Return the module and name of Inductor's function for the strides of a view (``_compute_stride``, seen in 2.13 and 2.14); "" if it is
-    missing. If Inductor calls another one, a batch of 1 is refused: ``test_declared_ranges`` tests this."""
+    """Return the module and name of Inductor's function for the strides of a view (``_compute_stride``, seen in 2.13
+    and 2.14); "" if it is missing. If Inductor calls another one, a batch of 1 is refused: ``test_declared_ranges``
+    tests this."""
     module = __getattr__("fake_impls")
     return module, "_compute_stride" if hasattr(module, "_compute_stride") else ""
 
@@ -296,11 +309,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, since = _NAMES[name], _SINCE.get(name, SUPPORTED[0])
     if minor() not in SUPPORTED:
-        raise ImportError(f"aot-backward supports torch {', '.join(SUPPORTED)}; this is {torch.__version__}: {module}.{name} was not looked up")
+        raise ImportError(
+            f"aot-backward supports torch {', '.join(SUPPORTED)}; this is {torch.__version__}: {module}.{name} was not looked up"
+        )
     if not at_least(since):
-        raise ImportError(f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'")
+        raise ImportError(
+            f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'"
+        )
     with warnings.catch_warnings(), _quiet_search_for_cuda():
-        warnings.simplefilter("ignore")  # torch's own modules use deprecated functions (torch.jit); with warnings as errors, every import would fail
+        # Torch's own modules use deprecated functions (torch.jit); with warnings as errors, every import would fail
+        warnings.simplefilter("ignore")
         if module.startswith("torch._inductor"):
             with contextlib.suppress(ImportError):  # it needs setuptools
                 importlib.import_module("torch.utils.cpp_extension")  # lowering imports it

@@ -4,8 +4,8 @@
     model = aot_backward_runtime.load("model.pt2").module()
     model(x).sum().backward()
 
-Nothing here imports Dynamo or Inductor, and no compiler is started. What needs torch is imported when it is first used (PEP 562):
-``aot_backward_runtime.format`` and ``aot_backward_runtime.package`` read packages in a Python without torch.
+Nothing here imports Dynamo or Inductor, and no compiler is started. What needs torch is imported when it is first used
+(PEP 562): ``aot_backward_runtime.format`` and ``aot_backward_runtime.package`` read packages in a Python without torch.
 """
 
 from __future__ import annotations

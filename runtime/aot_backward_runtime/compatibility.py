@@ -21,13 +21,15 @@ _EXPORT = "Export it again here: aot-backward export FILE.py:NAME -o PACKAGE"
 _REBUILD = "Rebuild it here, without the model's source: aot-backward rebuild {path} -o OUT.pt2"
 
 
-def choose(manifest: Manifest, target: str | None = None, device: torch.device | None = None, path: object = "PACKAGE") -> int:
-    """Return the number of the target (:func:`.package.targets.targets_of`) to run here: among those whose CPU flags this processor has, the one
-    with the most flags. No code is run to find out.
+def choose(
+    manifest: Manifest, target: str | None = None, device: torch.device | None = None, path: object = "PACKAGE"
+) -> int:
+    """Return the number of the target (:func:`.package.targets.targets_of`) to run here: among those whose CPU flags
+    this processor has, the one with the most flags. No code is run to find out.
 
-    ``target``: the requested one. ``device``: the requested device; by default the current device of the package's kind. If PyTorch is limited to
-    fewer features than the processor's (``ATEN_CPU_CAPABILITY``), the choice is too, if a target is left. Raises :class:`IncompatibleError`, which
-    lists the targets and the missing features."""
+    ``target``: the requested one. ``device``: the requested device; by default the current device of the package's
+    kind. If PyTorch is limited to fewer features than the processor's (``ATEN_CPU_CAPABILITY``), the choice is too, if
+    a target is left. Raises :class:`IncompatibleError`, which lists the targets and the missing features."""
     targets = targets_of(manifest)
     if target == "cpu" and "cpu:avx2" in (t.label for t in targets):
         target = "cpu:avx2"  # as in an export
@@ -43,7 +45,9 @@ def choose(manifest: Manifest, target: str | None = None, device: torch.device |
             f"the package cannot run here: {_worded({targets[n].label: problems[n] for n in candidates})}. {_advice(manifest, path)}"
         )
     allowed = _allowed_flags()
-    preferred = [n for n in compatible if allowed.issuperset(targets[n].cpu_flags)] or [min(compatible, key=lambda n: len(targets[n].cpu_flags))]
+    preferred = [n for n in compatible if allowed.issuperset(targets[n].cpu_flags)] or [
+        min(compatible, key=lambda n: len(targets[n].cpu_flags))
+    ]
     return max(preferred, key=lambda n: (len(targets[n].cpu_flags), _number(targets[n].cuda_arch)))
 
 
@@ -53,7 +57,8 @@ def why_incompatible(manifest: Manifest, number: int) -> str:
 
 
 def check_target(manifest: Manifest, device: torch.device | None = None) -> None:
-    """Raise :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run here (:func:`choose`)."""
+    """Raise :class:`IncompatibleError`, which names both sides of every difference, unless the package's code can run
+    here (:func:`choose`)."""
     choose(manifest, device=device)
 
 
@@ -63,7 +68,9 @@ def _worded(problems: dict[str, list[str]]) -> str:
     common = [p for p in next(iter(problems.values())) if all(p in reasons for reasons in problems.values())]
     if common:  # the processor is not the reason
         return "; ".join(common)
-    return f"it has {len(problems)} targets, and none fits: " + "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in problems.items())
+    return f"it has {len(problems)} targets, and none fits: " + "; ".join(
+        f"{name}: {', '.join(reasons)}" for name, reasons in problems.items()
+    )
 
 
 def _advice(manifest: Manifest, path: object) -> str:
@@ -75,7 +82,11 @@ def _allowed_flags() -> frozenset[str]:
     flags, capability = cpu_flags(), torch.backends.cpu.get_cpu_capability()
     if capability == "AVX2":
         return frozenset(f for f in flags if not f.startswith("avx512"))
-    return frozenset(f for f in flags if f not in _VECTOR and not f.startswith("avx")) if capability in ("DEFAULT", "NO AVX") else flags
+    return (
+        frozenset(f for f in flags if f not in _VECTOR and not f.startswith("avx"))
+        if capability in ("DEFAULT", "NO AVX")
+        else flags
+    )
 
 
 _VECTOR = frozenset({"fma", "f16c"})
@@ -122,8 +133,8 @@ def _cuda_problems(target: Target, device: torch.device | None) -> list[str]:
 
 
 def _runs(arch: str, major: int, minor: int) -> bool:
-    """Return whether the GPU runs machine code for ``arch``: code runs on its own and on later minors of its major; with a suffix (``sm_90a``) only
-    on its own."""
+    """Return whether the GPU runs machine code for ``arch``: code runs on its own and on later minors of its major;
+    with a suffix (``sm_90a``) only on its own."""
     number = arch.removeprefix("sm_")
     if not number.isdecimal():
         return number[:-1] == f"{major}{minor}"
@@ -155,12 +166,14 @@ def processor_vendor() -> str:
 
 
 def processor_family() -> str:
-    """Return the family that the maker counts the processor to, in decimal: "25" for AMD's Zen 3 and Zen 4; "" on aarch64."""
+    """Return the family that the maker counts the processor to, in decimal: "25" for AMD's Zen 3 and Zen 4; "" on
+    aarch64."""
     return _of_processor("cpu family")
 
 
 def _of_processor(field: str) -> str:
-    """Return a field of /proc/cpuinfo for the first processor only: the kernel makes the text as it is read, 0.1 ms for each further one."""
+    """Return a field of /proc/cpuinfo for the first processor only: the kernel makes the text as it is read, 0.1 ms for
+    each further one."""
     with Path("/proc/cpuinfo").open() as file:
         return next((line.partition(":")[2].strip() for line in file if line.startswith(field)), "")
 
@@ -170,14 +183,16 @@ def glibc() -> str:
     version = os.confstr("CS_GNU_LIBC_VERSION") or ""
     name, _, number = version.partition(" ")
     if name != "glibc":
-        raise IncompatibleError(f"the C library of this system is not glibc ({version or 'unknown'}), which native code needs")
+        raise IncompatibleError(
+            f"the C library of this system is not glibc ({version or 'unknown'}), which native code needs"
+        )
     return number
 
 
 @lru_cache(maxsize=1)
 def glibcxx() -> str:
-    """Return the highest GLIBCXX symbol version of the libstdc++ in use: "3.4.30". This is the one that torch has loaded, which need not be the
-    system's: conda and some wheels bring their own."""
+    """Return the highest GLIBCXX symbol version of the libstdc++ in use: "3.4.30". This is the one that torch has
+    loaded, which need not be the system's: conda and some wheels bring their own."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libstdc++.so.6"):

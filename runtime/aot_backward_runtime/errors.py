@@ -1,4 +1,5 @@
-"""The runtime's exceptions. Every error is an :class:`AotBackwardError` and names the object, the expected and actual value, and the next step."""
+"""The runtime's exceptions. Every error is an :class:`AotBackwardError` and names the object, the expected and actual
+value, and the next step."""
 
 
 def _printable(text: str) -> str:
@@ -6,7 +7,8 @@ def _printable(text: str) -> str:
 
 
 class AotBackwardError(Exception):
-    """The common base of every error of this project. Its text is safe to print: names from a package, which may be any text, are escaped."""
+    """The common base of every error of this project. Its text is safe to print: names from a package, which may be any
+    text, are escaped."""
 
     def __init__(self, *arguments: object):
         super().__init__(*(_printable(a) if isinstance(a, str) else a for a in arguments))
@@ -17,7 +19,8 @@ class PackageError(AotBackwardError):
 
 
 class SignatureError(AotBackwardError):
-    """The signature of a package, or the key, is not the one that you require, and nothing of the package was used; or signing failed."""
+    """The signature of a package, or the key, is not the one that you require, and nothing of the package was used; or
+    signing failed."""
 
 
 class IncompatibleError(AotBackwardError):
@@ -37,7 +40,8 @@ class WeightsError(AotBackwardError, ValueError):
 
 
 class StateDictError(WeightsError, RuntimeError):
-    """A ``state_dict`` does not fit a loaded module, and nothing was changed. It is also a RuntimeError, as ``nn.Module.load_state_dict`` raises."""
+    """A ``state_dict`` does not fit a loaded module, and nothing was changed. It is also a RuntimeError, as
+    ``nn.Module.load_state_dict`` raises."""
 
 
 class ExecutionError(AotBackwardError, RuntimeError):
@@ -69,4 +73,5 @@ class MissError(AotBackwardError):
 
 
 class StateError(AotBackwardError):
-    """A training state could not be saved, and the old file stays; or the file to resume from is damaged or incomplete."""
+    """A training state could not be saved, and the old file stays; or the file to resume from is damaged or
+    incomplete."""

@@ -37,8 +37,8 @@ Loaded = LoadedModule | LoadedFunction | LoadedGrad | LoadedStep
 class Package:
     """A loaded package. Entries of one package share their weights: training one changes the others.
 
-    A copy or a pickle of a package holds its weights and its path: it is opened again, and must be the same file. A pickled entry brings a package of
-    its own.
+    A copy or a pickle of a package holds its weights and its path: it is opened again, and must be the same file. A
+    pickled entry brings a package of its own.
 
     Attributes:
         device: The device of the package's code and weights, a ``torch.device``.
@@ -59,8 +59,8 @@ class Package:
         graphs: Graphs | None = None,
         options: Mapping[str, Any] | None = None,
     ):
-        """``weights`` lie on ``device``; by default the current device of the package's kind. ``graphs``: captures calls, if given. ``options``: the
-        arguments of :func:`load`."""
+        """``weights`` lie on ``device``; by default the current device of the package's kind. ``graphs``: captures
+        calls, if given. ``options``: the arguments of :func:`load`."""
         self._graphs, self._options = graphs, dict(options or {})
         self._archive, self._weights, self._types = archive, dict(weights), dict(types)
         self.device = device or device_of(archive.manifest)
@@ -101,7 +101,8 @@ class Package:
             The module, in the mode that it had at export.
 
         Raises:
-            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the
+                entries.
         """
         return self._get("module", name)  # type: ignore[return-value]
 
@@ -115,7 +116,8 @@ class Package:
             The function, which computes no gradients.
 
         Raises:
-            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the
+                entries.
         """
         return self._get("function", name)  # type: ignore[return-value]
 
@@ -129,7 +131,8 @@ class Package:
             The gradient function.
 
         Raises:
-            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the
+                entries.
         """
         return self._get("grad", name)  # type: ignore[return-value]
 
@@ -143,13 +146,16 @@ class Package:
             The training step.
 
         Raises:
-            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the entries.
+            AotBackwardError: There is no such entry, or there are several and ``name`` is None. The message lists the
+                entries.
         """
         return self._get("step", name)  # type: ignore[return-value]
 
-    def recorded(self, name: str | None = None) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
-        """Return the recorded passes of the ``replay`` entry of that name (a sole one needs none): its structures by fingerprint, their libraries,
-        and the libraries' constants by weight key."""
+    def recorded(
+        self, name: str | None = None
+    ) -> tuple[dict[str, StructureSpec], dict[str, Library], dict[str, torch.Tensor]]:
+        """Return the recorded passes of the ``replay`` entry of that name (a sole one needs none): its structures by
+        fingerprint, their libraries, and the libraries' constants by weight key."""
         spec = self.manifest.entries[self._name("replay", name)]
         libraries = self._open(s.library for t in spec.structures for v in t.variants for s in v.segments if s.library)
         constants = {c.weight: self._weights[c.weight] for lib in libraries.values() for c in lib.spec.constants}
@@ -219,9 +225,22 @@ class Package:
         used = {p.call.library for p in plans if p is not None and p.call}
         libraries = self._open(used)
         own = {s.weight for s in spec.state}
-        fixed = {c.weight: self._weights[c.weight] for n in used for c in manifest.libraries[n].constants if c.weight not in own}
+        fixed = {
+            c.weight: self._weights[c.weight]
+            for n in used
+            for c in manifest.libraries[n].constants
+            if c.weight not in own
+        }
         reopen = partial(_reopened, *self._origin, spec.kind, name)
-        return Entry(name, spec, libraries, BoundState(spec, manifest.weights, fixed, self.device), self._types, self.device, reopen), own
+        return Entry(
+            name,
+            spec,
+            libraries,
+            BoundState(spec, manifest.weights, fixed, self.device),
+            self._types,
+            self.device,
+            reopen,
+        ), own
 
     def _make(self, name: str, spec: EntrySpec) -> Loaded:
         manifest = self.manifest
@@ -237,8 +256,15 @@ class Package:
         return (LoadedFunction if spec.kind == "function" else LoadedGrad)(entry, tensors, not others.isdisjoint(own))
 
     def _open(self, names: Iterable[str]) -> dict[str, Library]:
-        libraries = {n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n]) for n in sorted(set(names))}
-        return libraries if self._graphs is None else {n: GraphedLibrary(library, self._graphs) for n, library in libraries.items()}
+        libraries = {
+            n: library_on(self.device, partial(self._archive.library, n), self.manifest.libraries[n])
+            for n in sorted(set(names))
+        }
+        return (
+            libraries
+            if self._graphs is None
+            else {n: GraphedLibrary(library, self._graphs) for n, library in libraries.items()}
+        )
 
 
 def device_of(manifest: Manifest, device: torch.device | None = None) -> torch.device:
@@ -268,23 +294,25 @@ def load(
 
     Args:
         path: The package.
-        weights: Tensors by weight key, for a package written without (``weights=False``), or instead of its own. Keys are names as in ``state_dict``;
-            the error for a missing one lists them all.
+        weights: Tensors by weight key, for a package written without (``weights=False``), or instead of its own. Keys
+            are names as in ``state_dict``; the error for a missing one lists them all.
         types: Classes that results may contain; a package only names them.
-        device: The GPU that runs a package for GPUs and holds its weights ("cuda:1"); by default the current one. A call then takes tensors on that
-            device, and runs on its current stream.
-        cudagraphs: Whether to capture calls as CUDA graphs, one for each list of shapes, and to replay them. :attr:`Package.cudagraphs` counts them,
-            and the reasons of uncaptured calls.
-        target: The target to run ("cpu:avx2") if the package has several; by default the best that this processor supports.
-        imports: Names of modules to import first, such as modules that register operators of the package. Nothing else is imported, whatever the
-            package says.
-        signature: "require" (the default with a key) demands that the signature in ``PATH.sig`` is by the owner of ``key``; "if-present" demands it
-            only if there is one; "off" (the default without a key) ignores it. It is checked before anything in the package is used, and only the
-            checked bytes are used.
+        device: The GPU that runs a package for GPUs and holds its weights ("cuda:1"); by default the current one. A
+            call then takes tensors on that device, and runs on its current stream.
+        cudagraphs: Whether to capture calls as CUDA graphs, one for each list of shapes, and to replay them.
+            :attr:`Package.cudagraphs` counts them, and the reasons of uncaptured calls.
+        target: The target to run ("cpu:avx2") if the package has several; by default the best that this processor
+            supports.
+        imports: Names of modules to import first, such as modules that register operators of the package. Nothing else
+            is imported, whatever the package says.
+        signature: "require" (the default with a key) demands that the signature in ``PATH.sig`` is by the owner of
+            ``key``; "if-present" demands it only if there is one; "off" (the default without a key) ignores it. It is
+            checked before anything in the package is used, and only the checked bytes are used.
         key: The PEM file with the public key.
-        mmap: Whether to map the weights from the file: pages load on first access, and processes that only read share them. Then do not write to the
-            file in place while the package is in use (calls would give wrong numbers, or end the process by a signal); renaming a new file over it
-            does no harm. Weights are read, not mapped, if a signature is required.
+        mmap: Whether to map the weights from the file: pages load on first access, and processes that only read share
+            them. Then do not write to the file in place while the package is in use (calls would give wrong numbers, or
+            end the process by a signal); renaming a new file over it does no harm. Weights are read, not mapped, if a
+            signature is required.
 
     Returns:
         The package.
@@ -292,8 +320,8 @@ def load(
     Raises:
         PackageError: The file cannot be read, or is not a whole package.
         SignatureError: The signature is refused.
-        IncompatibleError: The package was built for another kind of machine, or calls operators that are not registered in this process.
-        WeightsError: The weights do not fit, or are missing.
+        IncompatibleError: The package was built for another kind of machine, or calls operators that are not registered
+        in this process. WeightsError: The weights do not fit, or are missing.
         InputError: ``device`` or ``cudagraphs`` does not fit the package.
 
     Examples:
@@ -315,14 +343,19 @@ def load(
     check_registered(manifest, path)
     run_device = device_of(manifest, requested_device)
     if cudagraphs and run_device.type != "cuda":
-        raise InputError(f"cudagraphs=True is for packages for a GPU; the target of {path} that runs here is {manifest.target.label}")
+        raise InputError(
+            f"cudagraphs=True is for packages for a GPU; the target of {path} that runs here is {manifest.target.label}"
+        )
     tensors = {name: tensor.to(run_device) for name, tensor in all_weights(archive, path, weights, mmap).items()}
     verdicts = [(n, v.verdict) for n, e in manifest.entries.items() for v in e.variants]
     verdicts += [(n, v.verdict) for n, e in manifest.entries.items() for s in e.structures for v in s.variants]
     verdicts += [(n, u.verdict) for n, e in manifest.entries.items() for u in e.in_place]
     unproved = [n for n, v in verdicts if v.status != "verified"]
     if unproved:
-        warnings.warn(f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}", stacklevel=2)
+        warnings.warn(
+            f"{path}: entry {unproved[0]!r} was not compared with eager when it was built; run: aot-backward verify {path}",
+            stacklevel=2,
+        )
     by_name = {f"{t.__module__}.{t.__qualname__}": t for t in types}
     return Package(archive, tensors, by_name, run_device, Graphs(Gpu(run_device)) if cudagraphs else None, options)
 
@@ -346,9 +379,13 @@ def _device(device: str | torch.device | None) -> torch.device | None:
 
 
 def _other_entries(path: str, entries: Mapping[str, str], kind: str, name: str | None, names: Sequence[str]) -> str:
-    """Return an error message: the ``entries`` (kinds by name) that exist instead of the requested ``kind``, and how to get them. ``names``:
-    entries of that kind."""
-    expected = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+    """Return an error message: the ``entries`` (kinds by name) that exist instead of the requested ``kind``, and how to
+    get them. ``names``: entries of that kind."""
+    expected = (
+        f"one {kind} entry"
+        if names and name is None
+        else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+    )
     got = [f"{k} {n!r}" for n, k in entries.items()]
     others = f" and {len(got) - _ENTRIES_SHOWN} others" if len(got) > _ENTRIES_SHOWN else ""
     ways = [_WAYS[k].format(name=n) for n, k in entries.items() if n in (name, *names) or not names][:_ENTRIES_SHOWN]
@@ -360,4 +397,6 @@ def _or(words: Sequence[str]) -> str:
 
 
 _ENTRIES_SHOWN = 8  # entries, in a message
-_WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "function", "grad", "step")} | {"replay": "replay(path, entry={name!r})"}
+_WAYS = {kind: f"load(path).{kind}({{name!r}})" for kind in ("module", "function", "grad", "step")} | {
+    "replay": "replay(path, entry={name!r})"
+}

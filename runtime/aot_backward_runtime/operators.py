@@ -1,7 +1,8 @@
-"""Operators that a package calls and PyTorch lacks: whether they are registered in this process, and which module registers them.
+"""Operators that a package calls and PyTorch lacks: whether they are registered in this process, and which module
+registers them.
 
-A package never imports anything: it only names the modules that registered its operators at export. Only modules that the caller names are
-imported.
+A package never imports anything: it only names the modules that registered its operators at export. Only modules that
+the caller names are imported.
 """
 
 from __future__ import annotations
@@ -36,19 +37,28 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def check_registered(manifest: Manifest, path: object, *, recorded_too: bool = False) -> None:
-    """Raise :class:`IncompatibleError` if an entry calls operators that are not registered here. It names them all, and the modules that register
-    them.
+    """Raise :class:`IncompatibleError` if an entry calls operators that are not registered here. It names them all, and
+    the modules that register them.
 
-    ``recorded_too``: check recorded passes too. Loading does not, because a script that replays them may import its own operators after it has
-    loaded the package."""
-    recorded = {s.library for e in manifest.entries.values() for t in e.structures for v in t.variants for s in v.segments if s.library}
+    ``recorded_too``: check recorded passes too. Loading does not, because a script that replays them may import its own
+    operators after it has loaded the package."""
+    recorded = {
+        s.library
+        for e in manifest.entries.values()
+        for t in e.structures
+        for v in t.variants
+        for s in v.segments
+        if s.library
+    }
     if recorded_too:
         recorded = set()
     operators = [o for name, spec in manifest.libraries.items() if name not in recorded for o in spec.operators]
     for operator in (*manifest.operators, *(o for spec in manifest.libraries.values() for o in spec.operators)):
         spec = manifest.operators.get(operator, OperatorSpec())
         if not _OPERATOR.fullmatch(operator) or not _MODULE.fullmatch(spec.module) or not spec.file.isprintable():
-            raise PackageError(f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is not an operator")
+            raise PackageError(
+                f"corrupt package {path}: it calls {operator!r} of {(spec.module or spec.file)!r}, which is not an operator"
+            )
     if missing := unregistered(operators):
         raise IncompatibleError(f"{path} {describe_missing_operators(missing, manifest.operators)}")
 
@@ -77,10 +87,17 @@ def _source(spec: OperatorSpec) -> str:
         return f"registered at export by the Python module {spec.module!r}; the module imported here does not register it: is it another version?"
     if spec.module:
         return (
-            f"registered by the Python module {spec.module!r}, which is not imported here: import it first, or name it in {usage.format(spec.module)}"
+            f"registered by the Python module {spec.module!r}, which is not imported here: import it first, or name it in "
+            f"{usage.format(spec.module)}"
         )
     if spec.file:
-        origin, call = f"registered by the compiled extension {spec.file}, which is not loaded here", f"torch.ops.load_library('…/{spec.file}')"
+        origin, call = (
+            f"registered by the compiled extension {spec.file}, which is not loaded here",
+            f"torch.ops.load_library('…/{spec.file}')",
+        )
     else:
-        origin, call = "which is not registered here, and the package does not name the module that registers it", "torch.ops.load_library(FILE)"
+        origin, call = (
+            "which is not registered here, and the package does not name the module that registers it",
+            "torch.ops.load_library(FILE)",
+        )
     return f"{origin}: call {call} first, or name the module that registers it in {usage.format('MODULE')}"

@@ -1,4 +1,5 @@
-"""All private torch names that the runtime uses, and the supported torch versions. None of these names imports Dynamo or Inductor."""
+"""All private torch names that the runtime uses, and the supported torch versions. None of these names imports Dynamo
+or Inductor."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import _C, Tensor
 from torch._C import _functorch
-from torch._C import _get_deterministic_algorithms as deterministic  # the public one is a Python function and takes five times as long
+
+# The public one is a Python function and takes five times as long
+from torch._C import _get_deterministic_algorithms as deterministic
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
 from torch._C._dynamo import compiled_autograd as _engine
@@ -118,8 +121,8 @@ __all__ = [
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor of at least one element has a readable address. A ZeroTensor has none, nor has a functional tensor inside
-    ``functionalize``."""
+    """Return whether a tensor of at least one element has a readable address. A ZeroTensor has none, nor has a
+    functional tensor inside ``functionalize``."""
     return not is_zerotensor(tensor) and not torch._is_functional_tensor(tensor) and tensor.data_ptr() != 0
 
 
@@ -134,8 +137,11 @@ def in_functorch() -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Return whether the innermost ``vmap`` maps ``tensor``, or it is a batch of gradients (``is_grads_batched=True``)."""
-    return is_batched(tensor) or (_functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == _functorch.current_level())
+    """Return whether the innermost ``vmap`` maps ``tensor``, or it is a batch of gradients
+    (``is_grads_batched=True``)."""
+    return is_batched(tensor) or (
+        _functorch.is_batchedtensor(tensor) and _functorch.maybe_get_level(tensor) == _functorch.current_level()
+    )
 
 
 def unmapped(tensor: Tensor) -> Tensor:
@@ -154,25 +160,28 @@ def mapped(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _batch_level() -> int:
-    """Return the level of the innermost ``vmap`` of ``is_grads_batched=True``, which can only be read by entering another one."""
+    """Return the level of the innermost ``vmap`` of ``is_grads_batched=True``, which can only be read by entering
+    another one."""
     level: int = _C._vmapmode_increment_nesting() - 1
     _C._vmapmode_decrement_nesting()
     return level
 
 
 def in_forward_mode() -> bool:
-    """Return whether forward-mode differentiation is active: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
+    """Return whether forward-mode differentiation is active: ``torch.autograd.forward_ad.dual_level``,
+    ``torch.func.jvp``."""
     return forward_ad._current_level >= 0
 
 
 def takes_boxed_gradients(function: Any) -> bool:
-    """Return whether an ``autograd.Function``'s backward takes its incoming gradients as one list, which it may empty. ``torch.compile`` generates
-    such a backward since torch 2.13."""
+    """Return whether an ``autograd.Function``'s backward takes its incoming gradients as one list, which it may empty.
+    ``torch.compile`` generates such a backward since torch 2.13."""
     return getattr(function, "boxed_grads_call", False)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` wraps others (DTensor, fake tensors, tensors inside ``vmap``) and holds no values that C++ could copy."""
+    """Return whether ``tensor`` wraps others (DTensor, fake tensors, tensors inside ``vmap``) and holds no values that
+    C++ could copy."""
     return is_functorch_wrapped(tensor) or _C._dispatch_keys(tensor).has(_C.DispatchKey.Python)
 
 
@@ -189,7 +198,8 @@ _CALL_HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
 }
 _GLOBAL_HOOKS = [
-    getattr(torch.nn.modules.module, f"_global_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")
+    getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
 ]  # these dicts stay the same objects (seen in torch 2.13)
 
 
@@ -230,8 +240,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrapped_cell(function: Any) -> Any:
-    """Return the closure cell in which a function of ``torch.nn.utils`` keeps the function that it runs without gradient mode, or None (torch 2.11
-    to 2.15 have one)."""
+    """Return the closure cell in which a function of ``torch.nn.utils`` keeps the function that it runs without
+    gradient mode, or None (torch 2.11 to 2.15 have one)."""
     cells = getattr(function, "__closure__", None) or ()
     return next((cell for cell in cells if cell.cell_contents is getattr(function, "__wrapped__", None)), None)
 
@@ -242,7 +252,8 @@ def is_traced() -> bool:
 
 
 def is_registered(operator: str) -> bool:
-    """Return whether the dispatcher has the operator ("aten::add.Tensor"), whoever registered it. Modules are not searched."""
+    """Return whether the dispatcher has the operator ("aten::add.Tensor"), whoever registered it. Modules are not
+    searched."""
     name, _, overload = operator.partition(".")
     try:
         _C._dispatch_find_schema_or_throw(name, overload)
@@ -255,13 +266,17 @@ def refuse_duals(tensors: Iterable[Any]) -> None:
     """Raise :class:`GradientError` if a tensor carries a tangent, which native code would drop."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise GradientError("a tensor has a tangent (forward-mode differentiation), and a package has only backward gradients: use eager there")
+            raise GradientError(
+                "a tensor has a tangent (forward-mode differentiation), and a package has only backward gradients: use eager there"
+            )
 
 
 class InterceptZeros:
-    """A dispatch mode: while open, ``zeros(size, dtype, device)`` makes every tensor that C++ requests in this thread with ``zeros``.
+    """A dispatch mode: while open, ``zeros(size, dtype, device)`` makes every tensor that C++ requests in this thread
+    with ``zeros``.
 
-    It does not derive from torch's base class, which imports Dynamo when it is used. Sizes may be symbolic, which no kernel accepts.
+    It does not derive from torch's base class, which imports Dynamo when it is used. Sizes may be symbolic, which no
+    kernel accepts.
     """
 
     def __init__(self, zeros: Callable[[Sequence[Any], torch.dtype, torch.device], Tensor]):
@@ -276,15 +291,20 @@ class InterceptZeros:
             self._open = False
             pop_dispatch_mode(None)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.aten.zeros.default:
-            return self._zeros(args[0], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.device("cpu"))
+            return self._zeros(
+                args[0], kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device") or torch.device("cpu")
+            )
         return function(*args, **kwargs)
 
 
 def fires_reducer(hook: Any) -> bool:
-    """Return whether ``DistributedDataParallel(…, mixed_precision=…)`` calls its reducer in this hook. The engine does not know these hooks."""
+    """Return whether ``DistributedDataParallel(…, mixed_precision=…)`` calls its reducer in this hook. The engine does
+    not know these hooks."""
     called = getattr(getattr(hook, "func", None), "__func__", None)  # functools.partial of a method
     return called is not None and called is torch.nn.parallel.DistributedDataParallel._fire_reducer_autograd_hook
 
@@ -293,7 +313,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def opaque_to_dynamo(function: Function) -> Function:
-    """Decorate like ``torch.compiler.disable``, which would import Dynamo: in a compiled caller the call is a graph break and runs in eager."""
+    """Decorate like ``torch.compiler.disable``, which would import Dynamo: in a compiled caller the call is a graph
+    break and runs in eager."""
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -311,14 +332,17 @@ def opaque_to_dynamo(function: Function) -> Function:
 
 
 class Runner:
-    """A compiled library that is open on ``device``: one instance of the model, and the tensors that its constants point at.
+    """A compiled library that is open on ``device``: one instance of the model, and the tensors that its constants
+    point at.
 
-    AOTInductor's user-managed constants (``update_constant_buffer(…, user_managed=True)``) leak: up to torch 2.14 each such call makes handles that
-    nothing frees, and each handle keeps the memory of its tensor (pytorch#194480; the code is part of every compiled library, so a newer torch does
-    not mend an older package). So each constant gets one handle, once. Later its tensor is given other memory.
+    AOTInductor's user-managed constants (``update_constant_buffer(…, user_managed=True)``) leak: up to torch 2.14 each
+    such call makes handles that nothing frees, and each handle keeps the memory of its tensor (pytorch#194480; the code
+    is part of every compiled library, so a newer torch does not mend an older package). So each constant gets one
+    handle, once. Later its tensor is given other memory.
 
-    On a GPU the library is opened in its single-threaded form. The other form waits in each call until the previous one has finished on the GPU,
-    and records events, which stream capture does not allow. The caller must ensure that only one call runs at a time."""
+    On a GPU the library is opened in its single-threaded form. The other form waits in each call until the previous one
+    has finished on the GPU, and records events, which stream capture does not allow. The caller must ensure that only
+    one call runs at a time."""
 
     def __init__(self, library: str, device: torch.device, owning: bool | None = None):
         """``owning``: whether the container owns the handles; by default on a CPU."""
@@ -335,28 +359,36 @@ class Runner:
         self.run: Callable[[list[Tensor]], list[Tensor]] = self._container.run
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Point each constant at the memory of a tensor, which the library keeps from then on. ``tensors``: one for each of :attr:`constants`.
+        """Point each constant at the memory of a tensor, which the library keeps from then on. ``tensors``: one for
+        each of :attr:`constants`.
 
-        Raise :class:`ValueError` if a tensor does not fit its compiled constant. Until this returns, the library reads the previous memory, which
-        the caller must keep. Repeat an interrupted call before the next run."""
+        Raise :class:`ValueError` if a tensor does not fit its compiled constant. Until this returns, the library reads
+        the previous memory, which the caller must keep. Repeat an interrupted call before the next run."""
         if not self._places:
-            self._places = self._handles_owned_by_container(tensors) if self._owning else self._handles_never_freed(tensors)
+            self._places = (
+                self._handles_owned_by_container(tensors) if self._owning else self._handles_never_freed(tensors)
+            )
         for name, tensor in tensors.items():
             self._places[name].data = tensor
-        self._container.update_constant_buffer({}, False, False, True)  # no new handles: it reads the addresses of the existing ones
+        # No new handles: it reads the addresses of the existing ones
+        self._container.update_constant_buffer({}, False, False, True)
 
     def _handles_owned_by_container(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors behind handles that the container owns and frees.
 
-        It makes such handles when it copies constants. It is given a tensor without bytes, so that no memory is touched, and with more dimensions
-        than any constant, because it reads a stride for each of the constant's dimensions. Then the copies' memory is freed: only the inactive set
-        of constants can be."""
+        It makes such handles when it copies constants. It is given a tensor without bytes, so that no memory is
+        touched, and with more dimensions than any constant, because it reads a stride for each of the constant's
+        dimensions. Then the copies' memory is freed: only the inactive set of constants can be."""
         container = self._container
         with torch.inference_mode(False):  # memory of an inference tensor cannot be replaced outside inference mode
             nothing = torch.empty((0,) * 64, device="cpu")
             container.update_constant_buffer(dict.fromkeys(tensors, nothing), False, True, False)
             found = container.extract_constants_map(False)
-        for what in (container.swap_constant_buffer, container.free_inactive_constant_buffer, container.swap_constant_buffer):
+        for what in (
+            container.swap_constant_buffer,
+            container.free_inactive_constant_buffer,
+            container.swap_constant_buffer,
+        ):
             what()
         places = {name: found[self._original[name]] for name in tensors}
         for name, tensor in tensors.items():
@@ -368,8 +400,9 @@ class Runner:
         return places
 
     def _handles_never_freed(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors behind handles that nothing frees, for a GPU, which may lack memory for a copy of all constants. After the container is
-        freed, an empty tensor for each constant remains (0.6 kB of the host's memory)."""
+        """Return tensors behind handles that nothing frees, for a GPU, which may lack memory for a copy of all
+        constants. After the container is freed, an empty tensor for each constant remains (0.6 kB of the host's
+        memory)."""
         with torch.inference_mode(False):
             places = {name: tensor.detach() for name, tensor in tensors.items()}
         self._container.update_constant_buffer(places, False, True, True)
@@ -384,8 +417,10 @@ def _emptied(places: Iterable[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Stated:
-    """The metadata in a compiled library: how many tensors it takes and returns, and the bytes of each constant's memory at export, a multiple of
-    64. ``layouts``: dtype, shape and strides of each constant, as in :data:`CONSTANT_LAYOUTS`; empty in libraries of 0.1.0."""
+    """The metadata in a compiled library: how many tensors it takes and returns, and the bytes of each constant's
+    memory at export, a multiple of
+    64. ``layouts``: dtype, shape and strides of each constant, as in :data:`CONSTANT_LAYOUTS`; empty in libraries of
+        0.1.0."""
 
     inputs: int
     outputs: int
@@ -394,7 +429,8 @@ class Stated:
 
 
 CONSTANT_LAYOUTS = "AOTInductorConstantLooks"
-"""A symbol that the exporter puts into each library for a CPU: a line of text for each constant, ``NAME float32 [2,3] [3,1]``."""
+"""A symbol that the exporter puts into each library for a CPU: a line of text for each constant, ``NAME float32 [2,3]
+[3,1]``."""
 
 
 def stated(library: str) -> Stated:
@@ -456,8 +492,8 @@ def dtype_of_number(number: int) -> torch.dtype:
 _DYNAMO = "torch._dynamo"
 _DYNAMO_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 _shared: dict[str, tuple[Callable[..., Any], bool]] = {}
-"""Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled autograd would not find them in
-its table. We register them there, even if it is imported later."""
+"""Functional backwards that were bound to us. The engine hands each out once per process, so PyTorch's own compiled
+autograd would not find them in its table. We register them there, even if it is imported later."""
 
 
 def share_functional(name: str, function: Callable[..., Any], is_traceable: bool) -> None:
@@ -469,7 +505,8 @@ def share_functional(name: str, function: Callable[..., Any], is_traceable: bool
 
 
 def adopt_functional(name: str, into: dict[str, Callable[..., Any]]) -> bool:
-    """Take a functional backward that was bound to PyTorch's compiled autograd before us. Return whether it was found."""
+    """Take a functional backward that was bound to PyTorch's compiled autograd before us. Return whether it was
+    found."""
     theirs = sys.modules.get(_DYNAMO_COMPILED_AUTOGRAD)
     found = getattr(getattr(theirs, "ops", None), name, None)
     if found is not None:
@@ -486,7 +523,9 @@ def _register_with_dynamo(theirs: ModuleType, name: str) -> None:
 class _DynamoImportHook(importlib.abc.MetaPathFinder):
     """An import hook that lets Dynamo load, and then fills the table of compiled autograd."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != _DYNAMO:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -52,7 +52,9 @@ def inputs(tmp_path: Path) -> Path:
 
 
 def test_help_is_there_for_every_command_and_does_not_import_torch() -> None:
-    code = "import sys; from aot_backward.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import sys; from aot_backward.cli import main\ntry: main(['--help'])\nfinally: print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
     for command in ("export", "inspect", "verify", "run", "train", "doctor"):
@@ -104,7 +106,11 @@ def test_export_to_a_missing_folder_fails_before_it_compiles(tmp_path: Path) -> 
 
 
 def test_unknown_target(tmp_path: Path) -> None:
-    fails(called("export", f"{PROGRAM}:sole", "-o", tmp_path / "o.pt2", "--target", "tpu"), 1, "unknown target 'tpu'; known: cpu, cpu:sse4,")
+    fails(
+        called("export", f"{PROGRAM}:sole", "-o", tmp_path / "o.pt2", "--target", "tpu"),
+        1,
+        "unknown target 'tpu'; known: cpu, cpu:sse4,",
+    )
 
 
 def test_debug_shows_the_traceback_before_the_line(tmp_path: Path) -> None:
@@ -116,7 +122,11 @@ def test_debug_shows_the_traceback_before_the_line(tmp_path: Path) -> None:
 
 
 def test_usage_errors_name_the_help(package: Path) -> None:
-    fails(called("inspect"), 2, "Missing argument 'OUT.pt2' (aot-backward inspect --help shows how)".replace("aot-backward", "main"))
+    fails(
+        called("inspect"),
+        2,
+        "Missing argument 'OUT.pt2' (aot-backward inspect --help shows how)".replace("aot-backward", "main"),
+    )
     fails(called("frob"), 2, "No such command 'frob'")
     fails(called("verify", package, "--frob"), 2, "--frob")
     assert called().exit_code == 2 and "Usage:" in called().stderr
@@ -162,7 +172,16 @@ def test_inspect_as_json(package: Path) -> None:
     described = json.loads(called("inspect", package, "--json").stdout)
     assert described.keys() == {
         *("path", "bytes", "format_version", "producer", "created", "torch", "target", "metadata"),
-        *("entries", "libraries", "operators", "weights", "members", "manifest_sha256", "manifest_has_digest", "signature", "targets", "notes"),
+        "entries",
+        "libraries",
+        "operators",
+        "weights",
+        "members",
+        "manifest_sha256",
+        "manifest_has_digest",
+        "signature",
+        "targets",
+        "notes",
     }
     variant = described["entries"]["net"]["variants"][0]
     assert variant["sizes"] == {"rows": {"minimum": 2, "maximum": 64}} and variant["guards"] == []
@@ -181,7 +200,8 @@ def test_verify(package: Path) -> None:
     done = called("verify", package)
     assert done.exit_code == 0 and done.stderr == ""
     assert "digests match" in done.stdout
-    assert "entry 'net' variant 0: 5 tensors match eager's" in done.stdout  # two outputs, gradients of weight, bias and x
+    # Two outputs, gradients of weight, bias and x
+    assert "entry 'net' variant 0: 5 tensors match eager's" in done.stdout
     assert "entry 'distance' variant 0: 2 tensors match eager's" in done.stdout
     report = json.loads(called("verify", package, "--json").stdout)
     assert report["ok"] and report["not_run"] == "" and [v["entry"] for v in report["variants"]] == ["net", "distance"]
@@ -254,7 +274,8 @@ def test_what_is_no_package(command: str, tmp_path: Path) -> None:
 
 
 def test_looking_opens_no_native_code(package: Path, tmp_path: Path) -> None:
-    """Replace every library by one that writes a file when it is loaded. Only a run may load it; a run does, so the check can fail."""
+    """Replace every library by one that writes a file when it is loaded. Only a run may load it; a run does, so the
+    check can fail."""
     canary, source = tmp_path / "ran", tmp_path / "canary.cpp"
     source.write_text(
         "#include <cstdio>\n#include <cstdlib>\n__attribute__((constructor)) static void f() "
@@ -302,7 +323,11 @@ def test_run_a_module_with_an_incoming_gradient(package: Path, inputs: Path, tmp
     module, x = net(), given["batch['x']"].requires_grad_()
     module({"x": x, "weight": given["batch['weight']"]})["out"].backward(incoming)
     results = load_file(out)
-    for name, expected in {"batch['x']": x.grad, "layer.weight": module.layer.weight.grad, "layer.bias": module.layer.bias.grad}.items():
+    for name, expected in {
+        "batch['x']": x.grad,
+        "layer.weight": module.layer.weight.grad,
+        "layer.bias": module.layer.bias.grad,
+    }.items():
         torch.testing.assert_close(results.pop(f"gradient of {name}"), expected)
     assert results.keys() == {"output[0]", "output[1]"}
 
@@ -313,7 +338,9 @@ def test_run_a_gradient_function(package: Path, tmp_path: Path) -> None:
     save_file({"pos": pos.detach(), "target": target}, source)
     assert called("run", package, "--entry", "distance", "--inputs", source, "--outputs", out).exit_code == 0
     value = distance(pos, target)
-    torch.testing.assert_close(load_file(out), {"value": value.detach(), "gradient of pos": torch.autograd.grad(value, pos)[0]})
+    torch.testing.assert_close(
+        load_file(out), {"value": value.detach(), "gradient of pos": torch.autograd.grad(value, pos)[0]}
+    )
 
 
 def test_run_refuses_what_does_not_fit_and_keeps_the_old_results(package: Path, inputs: Path, tmp_path: Path) -> None:
@@ -332,15 +359,32 @@ def test_run_refuses_what_does_not_fit_and_keeps_the_old_results(package: Path, 
     refused({"x": torch.ones(2, 4)}, "takes the tensors \"batch['x']\", \"batch['weight']\"; the file holds 'x'")
     refused({**given, "batch['x']": torch.ones(7, 5)}, "batch['x'] has size 5 in dimension 1; expected 4")
     refused({**given, "batch['x']": torch.ones(7, 4).double()}, "batch['x'] has dtype torch.float64")
-    refused({**given, "gradient of output[1]": torch.ones(7)}, "gradient of output[1] was given", "outputs with a gradient: output[0]")
+    refused(
+        {**given, "gradient of output[1]": torch.ones(7)},
+        "gradient of output[1] was given",
+        "outputs with a gradient: output[0]",
+    )
     refused({**given, "gradient of output[0]": torch.ones(7, 2)}, "shape")
     refused(given, "no entry 'nonsuch'; it has: net, distance", entry="nonsuch")
     refused({**given, "gradient of x": torch.ones(1)}, "takes the tensors 'pos', 'target'", entry="distance")
     refused(b"{}", f"cannot read {inputs} as a safetensors file")
     save_file(given, inputs)
-    fails(called("run", package, "--inputs", inputs, "--outputs", out), 1, "2 entries: choose one with --entry: net, distance")
-    fails(called("run", package, "--entry", "net", "--inputs", tmp_path / "no", "--outputs", out), 1, "cannot read", "No such file")
-    fails(called("run", package, "--entry", "net", "--mode", "sideways", "--inputs", inputs, "--outputs", out), 2, "sideways")
+    fails(
+        called("run", package, "--inputs", inputs, "--outputs", out),
+        1,
+        "2 entries: choose one with --entry: net, distance",
+    )
+    fails(
+        called("run", package, "--entry", "net", "--inputs", tmp_path / "no", "--outputs", out),
+        1,
+        "cannot read",
+        "No such file",
+    )
+    fails(
+        called("run", package, "--entry", "net", "--mode", "sideways", "--inputs", inputs, "--outputs", out),
+        2,
+        "sideways",
+    )
     assert sorted(tmp_path.iterdir()) == sorted([inputs, out])
 
 
@@ -396,17 +440,24 @@ def test_doctor_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_doctor_with_a_compiler_that_cannot(tmp_path: Path) -> None:
     fake = tmp_path / "g++"
-    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "g++ 0.1" && exit 0\necho "error: omp.h is missing" >&2\nexit 1\n')
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "g++ 0.1" && exit 0\necho "error: omp.h is missing" >&2\nexit 1\n'
+    )
     fake.chmod(0o755)
     done = aot_backward("doctor", env={"CXX": str(fake)})
-    assert done.returncode == 1 and "g++ 0.1 does not compile a C++ file with OpenMP: error: omp.h is missing" in done.stdout
+    assert (
+        done.returncode == 1
+        and "g++ 0.1 does not compile a C++ file with OpenMP: error: omp.h is missing" in done.stdout
+    )
 
 
 def test_doctor_on_the_cache_folder(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_text("")
     done = aot_backward("doctor", env={"AOT_BACKWARD_CACHE": str(blocker / "cache")})
-    assert done.returncode == 1 and "failed   cache folder" in done.stdout and "-> set AOT_BACKWARD_CACHE" in done.stdout
+    assert (
+        done.returncode == 1 and "failed   cache folder" in done.stdout and "-> set AOT_BACKWARD_CACHE" in done.stdout
+    )
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -434,7 +485,8 @@ while True:
 
 
 def test_a_warning_about_an_unproved_package_is_not_verifys(package: Path, tmp_path: Path) -> None:
-    """``load`` warns about a package that was never compared with eager, and advises verify. verify must not repeat the warning."""
+    """``load`` warns about a package that was never compared with eager, and advises verify. verify must not repeat the
+    warning."""
     path, members = tmp_path / "unproved.pt2", taken_apart(package)
     entry = next(iter(json.loads(members[MANIFEST])["entries"]))
     put_together(path, members, {f"entries/{entry}/variants/0/verdict/status": "not run: the package has no weights"})

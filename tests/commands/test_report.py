@@ -1,4 +1,5 @@
-"""Test ``inspect --html``: the page agrees with the package, hostile strings stay text, and only the archive is read."""
+"""Test ``inspect --html``: the page agrees with the package, hostile strings stay text, and only the archive is
+read."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def grown(form: dict[str, Any], size: int = 3000, lines: int = 200) -> None:
     """Extend a graph to ``size`` nodes by a long chain from ``lines`` source lines, each in another submodule."""
     last = {key: form[key].pop() for key in ("nodes", "names", "looks", "places")}
     first, begin = len(form["nodes"]) - 1, len(form["lines"])
-    form["lines"] += [["nets/big.py", 10 + k, "forward", f"h = self.layers[{k}](h)", f"layers.{k}"] for k in range(lines)]
+    form["lines"] += [
+        ["nets/big.py", 10 + k, "forward", f"h = self.layers[{k}](h)", f"layers.{k}"] for k in range(lines)
+    ]
     for n in range(first + 1, size - 1):
         operator = "aten.mm.default" if n % 3 else "aten.tanh.default"
         form["nodes"].append([operator, [{"node": n - 1}, {"node": max(first, n - 7)}], {"map": {}}])
@@ -154,7 +157,12 @@ def test_the_page_from_top_to_bottom(package: Path) -> None:
         "bytes": ("native code, cpu:avx2", "weights", "examples, for verify", "graphs as data", "net.0.backward"),
         "kernels": ("aten.tanh.default", "libtorch_cpu.so", "GLIBC 2."),
         "memory": ("net, variant 0", "peak of the backward", "saved by the forward: ", "before fusion", "At rows = 5"),
-        "graph": ("net, variant 0, train mode: forward and backward", "distance, variant 0: gradient", "Lines", "Submodules"),
+        "graph": (
+            "net, variant 0, train mode: forward and backward",
+            "distance, variant 0: gradient",
+            "Lines",
+            "Submodules",
+        ),
     }
     for name, words in said.items():
         for word in words:
@@ -173,7 +181,9 @@ def test_the_page_may_load_nothing_and_runs_one_script(package: Path) -> None:
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert len(scripts) == len(running) + 4  # three graphs and the views
     for tag, attributes in page.tags:
-        assert tag not in ("img", "iframe", "object", "embed", "link", "base", "form", "a") or (attributes.get("href") or "").startswith("#")
+        assert tag not in ("img", "iframe", "object", "embed", "link", "base", "form", "a") or (
+            attributes.get("href") or ""
+        ).startswith("#")
         assert not any(a.startswith("on") or a in ("style", "src", "srcset", "action") for a in attributes)
     assert "@import" not in style and "url(" not in style
     assert re.findall(r"https?://[^\"' ]*", running[0] + style) == ["http://www.w3.org/2000/svg"]
@@ -194,7 +204,10 @@ def test_forward_and_backward_are_linked(package: Path) -> None:
     places = [{tuple(lines[p]) for p in g["places"] if p >= 0} for g in (forward, backward)]
     assert places[0] & places[1], "no line of the model has nodes in both"
     assert any("gradient of layer.weight" in what for what in view["columns"][1]["gives"].values())
-    assert list(view["columns"][0]["given"].values()) == ["batch['x']", "batch['weight']"] or "batch['x']" in view["columns"][0]["given"].values()
+    assert (
+        list(view["columns"][0]["given"].values()) == ["batch['x']", "batch['weight']"]
+        or "batch['x']" in view["columns"][0]["given"].values()
+    )
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
@@ -237,7 +250,9 @@ def test_every_package_there_ever_was_has_a_page_whose_bytes_add_up(path: Path) 
         assert "holds no graph as data" in page.text["graph"]
 
 
-def tensor(shape: tuple[int | str, ...], stride: tuple[int | str, ...], dtype: str = "float32", device: str = "cpu") -> TensorSpec:
+def tensor(
+    shape: tuple[int | str, ...], stride: tuple[int | str, ...], dtype: str = "float32", device: str = "cpu"
+) -> TensorSpec:
     return TensorSpec("x", dtype, device, shape, stride)
 
 
@@ -269,12 +284,29 @@ def test_tensors_in_words(shape: tuple[int | str, ...], stride: tuple[int | str,
         (("n", 3, 3), (), "n: 3 (dimension 0 of x)", []),
         (("n", 1, 64, 4, 0), (), "n: 1 to 64 (dimension 0 of x is 4 × n: 4 to 256)", []),
         (("n", 1, None, 1, -2), (), "n: 1 and more (dimension 0 of x is n − 2: -1 and more)", []),
-        (("n", 2, None), ("2*s0 > 7", "s0 != 12"), "n: 2 and more (dimension 0 of x)", ["2 × n is more than 7", "n is not 12"]),
-        (("n", 2, None), ("max(s0, 4) <= 9 or not s0 == 5",), None, ["the larger of n and 4 is at most 9 or not (n equals 5)"]),
-        (("n", 2, None), ("(s0 + 1) % 3 != 0", "1 < s0 < 5"), None, ["n + 1 is not a multiple of 3", "1 is less than n, and n is less than 5"]),
+        (
+            ("n", 2, None),
+            ("2*s0 > 7", "s0 != 12"),
+            "n: 2 and more (dimension 0 of x)",
+            ["2 × n is more than 7", "n is not 12"],
+        ),
+        (
+            ("n", 2, None),
+            ("max(s0, 4) <= 9 or not s0 == 5",),
+            None,
+            ["the larger of n and 4 is at most 9 or not (n equals 5)"],
+        ),
+        (
+            ("n", 2, None),
+            ("(s0 + 1) % 3 != 0", "1 < s0 < 5"),
+            None,
+            ["n + 1 is not a multiple of 3", "1 is less than n, and n is less than 5"],
+        ),
     ],
 )
-def test_guards_in_words(symbol: tuple[Any, ...], guards: tuple[str, ...], ranges: str | None, conditions: list[str]) -> None:
+def test_guards_in_words(
+    symbol: tuple[Any, ...], guards: tuple[str, ...], ranges: str | None, conditions: list[str]
+) -> None:
     label, low, high, *scaled = symbol
     words = Words((tensor(("s0",), (1,)),), (SymbolSpec("s0", label, 0, 0, low, high, *scaled),), guards)
     ((name, said, where),) = words.ranges()
@@ -284,7 +316,17 @@ def test_guards_in_words(symbol: tuple[Any, ...], guards: tuple[str, ...], range
 
 def test_bytes_in_words() -> None:
     counts = (0, 999, 1000, 41_700, 999_949, 999_950, 3_518_543, 5_000_000_000, 10**16)
-    assert [size_in_words(c) for c in counts] == ["0 B", "999 B", "1.0 kB", "41.7 kB", "999.9 kB", "1.0 MB", "3.5 MB", "5.0 GB", "10,000.0 TB"]
+    assert [size_in_words(c) for c in counts] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "41.7 kB",
+        "999.9 kB",
+        "1.0 MB",
+        "3.5 MB",
+        "5.0 GB",
+        "10,000.0 TB",
+    ]
 
 
 def test_memory_is_held_from_the_node_that_makes_it_to_its_last_use() -> None:
@@ -313,7 +355,8 @@ def test_the_peak_of_a_real_graph_is_more_than_what_was_saved(package: Path) -> 
     archive = open_package(package)
     view = views(archive.manifest, drawings(archive))[0]
     forward, backward = view.columns
-    assert 0 < view.saved < max(backward.use.live) and backward.use.given == view.saved + 5 * 3 * 4  # plus the incoming gradient of five rows
+    # Plus the incoming gradient of five rows
+    assert 0 < view.saved < max(backward.use.live) and backward.use.given == view.saved + 5 * 3 * 4
     assert max(forward.use.live) >= forward.use.given + 5 * 3 * 4
 
 
@@ -344,17 +387,24 @@ def evil(package: Path, path: Path) -> Path:
     for kind in ("inputs", "outputs", "cotangents"):
         old[kind] = [x | {"name": f"the gradient of {EVIL}" if kind == "cotangents" else EVIL} for x in old[kind]]
     old["symbols"] = [x | {"label": EVIL} for x in old["symbols"]]
-    edit |= {"notes": {EVIL: EVIL}, "entries": {EVIL: manifest["entries"]["net"], "distance": manifest["entries"]["distance"]}}
+    edit |= {
+        "notes": {EVIL: EVIL},
+        "entries": {EVIL: manifest["entries"]["net"], "distance": manifest["entries"]["distance"]},
+    }
     for name in manifest["libraries"]:
         edit[f"libraries/{name}/needed"], edit[f"libraries/{name}/operators"] = [EVIL], [EVIL]
         for kind in ("inputs", "outputs"):
-            edit[f"libraries/{name}/{kind}"] = [x | {"name": _renamed(x["name"], named)} for x in manifest["libraries"][name][kind]]
+            edit[f"libraries/{name}/{kind}"] = [
+                x | {"name": _renamed(x["name"], named)} for x in manifest["libraries"][name][kind]
+            ]
     put_together(path, members, edit)
     return path
 
 
 def test_markup_is_made_of_elements_alone() -> None:
-    made = element("p", "<b>", element("b", "&", title='"><img src=x>'), [None, "x"], class_="a", hidden=True, lang=None)
+    made = element(
+        "p", "<b>", element("b", "&", title='"><img src=x>'), [None, "x"], class_="a", hidden=True, lang=None
+    )
     assert made == '<p class="a" hidden>&lt;b&gt;<b title="&quot;&gt;&lt;img src=x&gt;">&amp;</b>x</p>'
     assert "</script" not in data("d", {"</script>": ["<!--", 1.5]}).removesuffix("</script>")
     with pytest.raises(AssertionError):
@@ -371,7 +421,11 @@ def test_no_string_of_a_package_gets_out_of_its_place(package: Path, tmp_path: P
     hostile.encode()  # an unpaired surrogate would raise
     shown = EVIL.replace("\u202e", "\ufffd").replace("\ud800", "\ufffd")
     assert page.data("views")["lines"][0] == [shown, 1, shown, shown, shown]
-    assert page.text["package"].count(shown) >= 5 and page.text["entries"].count(shown) >= 10 and shown in page.text["kernels"]
+    assert (
+        page.text["package"].count(shown) >= 5
+        and page.text["entries"].count(shown) >= 10
+        and shown in page.text["kernels"]
+    )
 
 
 def test_a_name_of_a_megabyte_is_not_repeated_for_every_node_that_reads_it(big: Path, tmp_path: Path) -> None:
@@ -402,10 +456,19 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (node_7("nodes", ["aten.mm.default", [{"node": 7}], {"map": {}}]), "node 7: it reads node 7, which does not come before it"),
+        (
+            node_7("nodes", ["aten.mm.default", [{"node": 7}], {"map": {}}]),
+            "node 7: it reads node 7, which does not come before it",
+        ),
         (node_7("nodes", ["aten.mm.default", [{"node": "0"}], {"map": {}}]), "node 7: it reads node 0"),
-        (node_7("nodes", ["aten.mm.default", [{"node": 0, "more": 1}], {"map": {}}]), "node 7: an argument: expected an object with one key"),
-        (node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]), "node 7: 'lots' is not a hexadecimal number"),
+        (
+            node_7("nodes", ["aten.mm.default", [{"node": 0, "more": 1}], {"map": {}}]),
+            "node 7: an argument: expected an object with one key",
+        ),
+        (
+            node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]),
+            "node 7: 'lots' is not a hexadecimal number",
+        ),
         (node_7("nodes", ["aten.mm.default"]), "node 7: its parts"),
         (node_7("nodes", [7]), "node 7: it has no operator"),
         (node_7("nodes", ["aten.mm.default", nested(900), {"map": {}}]), "recursion"),
@@ -424,10 +487,14 @@ def nested(depth: int) -> Any:
         (whole("version", 2), "expected version 1, got 2"),
     ],
 )
-def test_a_graph_that_is_none_is_one_clear_line(package: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], words: str) -> None:
+def test_a_graph_that_is_none_is_one_clear_line(
+    package: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], words: str
+) -> None:
     path = graphs_edited(package, tmp_path / "odd.pt2", edit, "net.0.backward")
     done = called("inspect", path, "--html", tmp_path / "out.html")
-    assert done.exit_code == 1 and done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.exit_code == 1 and done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )
     assert words in done.stderr and "net.0.backward" in done.stderr
     assert not (tmp_path / "out.html").exists()
 
@@ -437,10 +504,17 @@ def test_a_graph_is_read_only_after_its_digest_was_checked(package: Path, tmp_pa
     data[data.index(b'"donated"') + 3] ^= 1
     (tmp_path / "flipped.pt2").write_bytes(data)
     done = called("inspect", tmp_path / "flipped.pt2", "--html", tmp_path / "out.html")
-    assert done.exit_code == 1 and "SHA-256" in done.stderr and "graphs/" in done.stderr and not (tmp_path / "out.html").exists()
+    assert (
+        done.exit_code == 1
+        and "SHA-256" in done.stderr
+        and "graphs/" in done.stderr
+        and not (tmp_path / "out.html").exists()
+    )
 
 
-def test_the_command_writes_a_whole_page_or_nothing(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_whole_page_or_nothing(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "report.html"
     out.write_text("old")
 
@@ -450,7 +524,11 @@ def test_the_command_writes_a_whole_page_or_nothing(package: Path, tmp_path: Pat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         done = called("inspect", package, "--html", out)
-    assert done.exit_code == 1 and "No space left on device; nothing was changed" in done.stderr and out.read_text() == "old"
+    assert (
+        done.exit_code == 1
+        and "No space left on device; nothing was changed" in done.stderr
+        and out.read_text() == "old"
+    )
     assert called("inspect", tmp_path / "nonsuch.pt2", "--html", out).exit_code == 1 and out.read_text() == "old"
     done = called("inspect", package, "--html", out)
     assert done.exit_code == 0 and done.stderr == ""
@@ -493,7 +571,9 @@ print(seen, sorted(set(sys.modules) - base), [m for m in ("torch._dynamo", "torc
 """
 
 
-@pytest.mark.parametrize(("more", "found"), [("", "[] [] []"), ("open('/etc/hostname').close(); import sympy", "['/etc/hostname'")])
+@pytest.mark.parametrize(
+    ("more", "found"), [("", "[] [] []"), ("open('/etc/hostname').close(); import sympy", "['/etc/hostname'")]
+)
 def test_nothing_but_the_archive_is_read(package: Path, tmp_path: Path, more: str, found: str) -> None:
     code = _WATCH.replace("{more}", more)
     folder = tmp_path / "out"
@@ -508,9 +588,13 @@ def test_nothing_but_the_archive_is_read(package: Path, tmp_path: Path, more: st
 def test_what_has_no_graph_says_why(package: Path, tmp_path: Path) -> None:
     members = {n: data for n, data in taken_apart(package).items() if not n.startswith(GRAPHS)}
     edit: dict[str, Any] = {f"libraries/{name}/graph": "" for name in json.loads(members[MANIFEST])["libraries"]}
-    put_together(tmp_path / "bare.pt2", members, edit | {"notes": {"no portable graph of net.0.forward": "it holds a List"}})
+    put_together(
+        tmp_path / "bare.pt2", members, edit | {"notes": {"no portable graph of net.0.forward": "it holds a List"}}
+    )
     page = page_of(tmp_path / "bare.pt2")
-    assert "Note: no portable graph of net.0.forward" in page.text["package"] and "it holds a List" in page.text["package"]
+    assert (
+        "Note: no portable graph of net.0.forward" in page.text["package"] and "it holds a List" in page.text["package"]
+    )
     assert "0 of 3 are in the package as data" in page.text["package"] and "a note above says why" in page.text["graph"]
     assert not any(tag == "select" for tag, _ in page.tags)
 
@@ -524,7 +608,8 @@ def big(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_three_thousand_nodes(big: Path) -> None:
     archive, calls = open_package(big), cProfile.Profile()
     text = calls.runcall(report, archive)
-    assert sum(entry.callcount for entry in calls.getstats()) < 4_000_000  # about 1,000,000; quadratic code would need 9,000,000
+    # About 1,000,000; quadratic code would need 9,000,000
+    assert sum(entry.callcount for entry in calls.getstats()) < 4_000_000
     page = Page(text)
     assert len(text) < 1_500_000
     assert [len(page.data(f"graph-{n}")["names"]) for n in range(2)] == [3000, 3000]
@@ -582,7 +667,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Browser:
-    """A headless Chromium that downloads nothing. ``quiet`` checks its console and its requests since the last check."""
+    """A headless Chromium that downloads nothing. ``quiet`` checks its console and its requests since the last
+    check."""
 
     def __init__(self) -> None:
         from selenium import webdriver
@@ -613,7 +699,8 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def show(self, package: Path, path: Path) -> None:
-        """Write the page of ``package`` to ``path`` and open it. It may request only itself, and print nothing to the console."""
+        """Write the page of ``package`` to ``path`` and open it. It may request only itself, and print nothing to the
+        console."""
         path.write_text(report(open_package(package)))
         for log in ("browser", "performance"):
             self.driver.get_log(log)
@@ -643,7 +730,9 @@ class Browser:
 
     def frame(self) -> None:
         """Wait until the browser has drawn all changes."""
-        self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
+        self.driver.execute_async_script(
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -655,7 +744,9 @@ def browser() -> Iterator[Browser]:
 
 def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
-    assert browser.texts("#title0, #title1")[0].startswith("forward") and browser.texts("#title1")[0].startswith("backward")
+    assert browser.texts("#title0, #title1")[0].startswith("forward") and browser.texts("#title1")[0].startswith(
+        "backward"
+    )
     assert "convolution" in browser.texts("#list0 .operator") and browser.texts("#list1 .operator").count("in") > 5
     browser.click("#places button", "torch.sigmoid(h)")
     for column in (0, 1):
@@ -665,7 +756,9 @@ def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path
     assert browser.all("#wires path.hot")  # from the tensors that the line saved to their readers
     browser.click("#by-module")
     browser.click("#places button", "head")
-    assert "addmm" in browser.texts("#list0 .row.mark .operator") and "mm" in browser.texts("#list1 .row.mark .operator")
+    assert "addmm" in browser.texts("#list0 .row.mark .operator") and "mm" in browser.texts(
+        "#list1 .row.mark .operator"
+    )
     browser.click("#clear")
     assert not browser.all(".row.mark")
     browser.quiet((tmp_path / "conv.html").as_uri())
@@ -693,7 +786,9 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
         "commands/test_report.py:",
     ):
         assert words in detail
-    assert browser.texts("#list0 .row.near .operator") and browser.texts("#places button.at .text") == ["pooled = torch.sigmoid(h).mean((2, 3))"]
+    assert browser.texts("#list0 .row.near .operator") and browser.texts("#places button.at .text") == [
+        "pooled = torch.sigmoid(h).mean((2, 3))"
+    ]
     browser.click("#detail button", "mean")
     assert browser.texts("#list0 .row.pick .operator") == ["mean"]
     # a saved tensor links to the backward's placeholder
@@ -705,7 +800,11 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
     browser.js("const c = document.querySelector('.chart svg'), p = c.querySelector('.peak').getBoundingClientRect();"
                "c.dispatchEvent(new PointerEvent('click', { clientX: p.x + p.width / 2, clientY: p.y, bubbles: true }))")  # fmt: skip
     peak = re.search(r"at node (\d+), (\S+) ", browser.texts("figcaption")[0])
-    assert peak and browser.texts("#list1 .row.pick .index") == [peak[1]] and browser.texts("#list1 .row.pick .name") == [peak[2]]
+    assert (
+        peak
+        and browser.texts("#list1 .row.pick .index") == [peak[1]]
+        and browser.texts("#list1 .row.pick .name") == [peak[2]]
+    )
 
 
 def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
@@ -724,7 +823,12 @@ def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.keys("#list0", "\ue015", "\ue015", "\ue015")  # down
     indices = browser.texts("#list0 .row .index")
     assert browser.texts("#list0 .row.pick .index") == [indices[2]]
-    assert browser.js("return document.getElementById(document.getElementById('list0').getAttribute('aria-activedescendant')).ariaSelected") == "true"
+    assert (
+        browser.js(
+            "return document.getElementById(document.getElementById('list0').getAttribute('aria-activedescendant')).ariaSelected"
+        )
+        == "true"
+    )
     browser.keys("#list0", "\ue010")  # End
     assert browser.texts("#list0 .row.pick .operator") == ["output"]
     browser.keys("#list0", "\ue011", "\ue014")  # Home; right, to the other column
@@ -739,12 +843,17 @@ def test_search_and_keys(browser: Browser, conv: Path, tmp_path: Path) -> None:
         ("recorded", [", variant 0: backward"]),
     ],
 )
-def test_every_view_can_be_chosen(browser: Browser, made: str, views: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_every_view_can_be_chosen(
+    browser: Browser, made: str, views: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     browser.show(request.getfixturevalue(made), tmp_path / "page.html")
     names = browser.texts("#view option")
     assert all(any(n.endswith(v) for n in names) for v in views), names
     for number, name in enumerate(names):
-        browser.js("const v = document.getElementById('view'); v.value = arguments[0]; v.dispatchEvent(new Event('change'))", str(number))
+        browser.js(
+            "const v = document.getElementById('view'); v.value = arguments[0]; v.dispatchEvent(new Event('change'))",
+            str(number),
+        )
         assert len(browser.texts("#list0 .row")) > 1, name
         single = browser.js("return document.getElementById('list1').offsetParent === null")
         assert single == (" and " not in name.rpartition(":")[2])
@@ -753,7 +862,8 @@ def test_every_view_can_be_chosen(browser: Browser, made: str, views: list[str],
 
 def test_three_thousand_nodes_scroll(browser: Browser, big: Path, tmp_path: Path) -> None:
     browser.show(big, tmp_path / "big.html")
-    assert browser.js("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000  # 200 ms on an idle machine
+    # 200 ms on an idle machine
+    assert browser.js("return performance.getEntriesByType('navigation')[0].loadEventEnd") < 2000
     for column in (0, 1):
         browser.js("document.getElementById(`list${arguments[0]}`).scrollTop = 1e9", column)
         browser.frame()

@@ -1,4 +1,5 @@
-"""Test training steps on the command line: export by name or kind, inspect, verify, and ``train``, which resumes to the same bits."""
+"""Test training steps on the command line: export by name or kind, inspect, verify, and ``train``, which resumes to the
+same bits."""
 
 from __future__ import annotations
 
@@ -70,7 +71,12 @@ def test_export_chooses_entries_by_name_or_kind(tmp_path: Path) -> None:
         assert done.exit_code == 0 and done.stdout.endswith("MB): distance\n"), done.stderr
         assert load(path).entries == {"distance": "grad"}
     path.unlink()
-    fails(called("export", f"{PROGRAM}:training", "-o", path, "--entry", "module"), 2, "of that name or kind", "fit (step), distance (grad)")
+    fails(
+        called("export", f"{PROGRAM}:training", "-o", path, "--entry", "module"),
+        2,
+        "of that name or kind",
+        "fit (step), distance (grad)",
+    )
     fails(called("export", f"{PROGRAM}:sole", "-o", path, "--entry", "step"), 2, "it returned: grad (grad)")
     assert not path.exists()
 
@@ -98,8 +104,16 @@ def test_inspect_a_step(package: Path, static: Path) -> None:
         assert words in done.stdout
     assert "skips" not in done.stdout
     step = json.loads(called("inspect", package, "--json").stdout)["entries"]["fit"]["step"]
-    assert step["state"] == {"tensors": 14, "bytes": 2 * 332 + 2 * 4} and step["gradients"] == {"tensors": 6, "bytes": 332}
-    assert step["clip_norm"] == 1.0 and step["clip_value"] is None and step["gradients_can_wait"] and not step["skip_nonfinite"]
+    assert step["state"] == {"tensors": 14, "bytes": 2 * 332 + 2 * 4} and step["gradients"] == {
+        "tensors": 6,
+        "bytes": 332,
+    }
+    assert (
+        step["clip_norm"] == 1.0
+        and step["clip_value"] is None
+        and step["gradients_can_wait"]
+        and not step["skip_nonfinite"]
+    )
     rates = [n for g in step["groups"] for n in g["numbers"] if n["name"] == "lr"]
     assert rates == [{"name": "lr", "value": 1e-3, "allowed": []}, {"name": "lr", "value": 1e-2, "allowed": []}]
     others = json.loads(called("inspect", package, "--json").stdout)["entries"]["distance"]
@@ -137,7 +151,9 @@ def test_verify_a_step(package: Path, tmp_path: Path) -> None:
         ("step/numbers/0/group", 7, "the number 'lr' refers to 7"),
     ],
 )
-def test_a_step_that_names_what_is_not_there_is_refused(field: str, value: object, words: str, package: Path, tmp_path: Path) -> None:
+def test_a_step_that_names_what_is_not_there_is_refused(
+    field: str, value: object, words: str, package: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "hostile.pt2"
     members = taken_apart(package)
     node = entry = json.loads(members[MANIFEST])["entries"]["fit"]
@@ -164,23 +180,40 @@ def test_epochs_are_told_and_the_state_is_saved(package: Path, data: Path, tmp_p
     done = called("train", package, "--data", data, "--epochs", 3, "--save", state, "--batch-size", 16)
     assert done.exit_code == 0 and done.stderr == "", done.stderr
     lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["epoch 1 of 3", "epoch 2 of 3", "epoch 3 of 3", f"saved {state}"]
+    assert [line.partition(":")[0] for line in lines] == [
+        "epoch 1 of 3",
+        "epoch 2 of 3",
+        "epoch 3 of 3",
+        f"saved {state}",
+    ]
     assert "13 steps, " in lines[0] and "steps/s" in lines[0]
     step = load(package).step()
     extra = step.resume(state)
     assert step.count == 3 * 13 and extra["aot-backward train"]["epoch"] == 3
     reports = [
         json.loads(line)
-        for line in called(*("train", package, "--data", data, "--epochs", 3), "--save", tmp_path / "2", "--json").stdout.splitlines()
+        for line in called(
+            *("train", package, "--data", data, "--epochs", 3), "--save", tmp_path / "2", "--json"
+        ).stdout.splitlines()
     ]
-    assert [(r["epoch"], r["epochs"], r["samples"], r["steps"]) for r in reports] == [(n, 3, SAMPLES, 7) for n in (1, 2, 3)]  # batches of 32
+    # Batches of 32
+    assert [(r["epoch"], r["epochs"], r["samples"], r["steps"]) for r in reports] == [
+        (n, 3, SAMPLES, 7) for n in (1, 2, 3)
+    ]
     assert reports[0]["loss"] > reports[2]["loss"] and reports[0]["skipped"] == 0
 
 
 def test_the_steps_are_those_of_an_eager_loop(static: Path, tmp_path: Path) -> None:
     losses: list[float] = []
     given = samples(tmp_path / "data.safetensors", 40)
-    train(static, given, epochs=3, save=tmp_path / "s", seed=5, callbacks=Callbacks(step=lambda *told: losses.append(told[3].item())))
+    train(
+        static,
+        given,
+        epochs=3,
+        save=tmp_path / "s",
+        seed=5,
+        callbacks=Callbacks(step=lambda *told: losses.append(told[3].item())),
+    )
     tensors = load_file(given)
     module = cli_program.static().module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -210,7 +243,9 @@ def test_every_sample_comes_once_in_an_epoch_and_orders_differ() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("steps", [1, 13, 20, 26])
-def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: int, package: Path, data: Path, tmp_path: Path) -> None:
+def test_ended_anywhere_and_resumed_it_is_the_same_training(
+    number: int, steps: int, package: Path, data: Path, tmp_path: Path
+) -> None:
     """An epoch has 13 steps. Dropout and BatchNorm need the random state and the buffers to be resumed too."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     reports: list[train_entry.EpochReport] = []
@@ -229,7 +264,9 @@ def test_ended_anywhere_and_resumed_it_is_the_same_training(number: int, steps: 
     assert signal.getsignal(number) is before
     rest: list[train_entry.EpochReport] = []
     torch.manual_seed(99)
-    result = train(package, data, epochs=3, save=parts, batch_size=16, seed=7, resume=True, callbacks=Callbacks(epoch=rest.append))
+    result = train(
+        package, data, epochs=3, save=parts, batch_size=16, seed=7, resume=True, callbacks=Callbacks(epoch=rest.append)
+    )
     assert (result.signal, result.epochs) == (0, 3)
     assert parts.read_bytes() == whole.read_bytes()
     assert [(r.epoch, r.loss) for r in rest] == [(r.epoch, r.loss) for r in reports][3 - len(rest) :]
@@ -240,20 +277,28 @@ def test_another_seed_is_another_training(package: Path, data: Path, tmp_path: P
     for seed in (7, 8):
         train(package, data, epochs=1, save=tmp_path / str(seed), batch_size=16, seed=seed)
     one, other = (kept(tmp_path / str(seed))[0] for seed in (7, 8))
-    assert not torch.equal(one["module/0.weight"], other["module/0.weight"]) and not torch.equal(one["random/cpu"], other["random/cpu"])
+    assert not torch.equal(one["module/0.weight"], other["module/0.weight"]) and not torch.equal(
+        one["random/cpu"], other["random/cpu"]
+    )
 
 
 def test_interrupting_the_command(package: Path, data: Path, tmp_path: Path) -> None:
     state, whole = tmp_path / "state", tmp_path / "whole"
     argv = ["-m", "aot_backward.cli", "train", package, "--data", data, "--save", state, "--json", "--epochs", 10**7]
-    with subprocess.Popen([sys.executable, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, *map(str, argv)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert json.loads(process.stdout.readline())["epoch"] == 1
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         words = process.stderr.read()
     assert process.returncode == 130
-    assert words.startswith("error: interrupted after ") and "--resume continues from it" in words and words.count("\n") == 1
+    assert (
+        words.startswith("error: interrupted after ")
+        and "--resume continues from it" in words
+        and words.count("\n") == 1
+    )
     epochs = kept(state)[1]["extra"]["aot-backward train"]["epoch"] + 1  # type: ignore[index]
     if epochs < 3000:
         assert called("train", package, "--data", data, "--save", state, "--epochs", epochs, "--resume").exit_code == 0
@@ -292,12 +337,21 @@ def test_data_that_does_not_fit_is_refused_before_training(package: Path, data: 
     refused({"input": x[:0], "target": y[:0]}, "holds no samples")
     refused({"input": x.double(), "target": y}, "input has dtype torch.float64; expected torch.float32")
     refused({"input": x, "target": y.float()}, "target has dtype torch.float32; expected torch.int64")
-    refused({"input": torch.ones(SAMPLES, 5), "target": y}, "input has size 5 in dimension 1; expected 4", "default batch size 32")
+    refused(
+        {"input": torch.ones(SAMPLES, 5), "target": y},
+        "input has size 5 in dimension 1; expected 4",
+        "default batch size 32",
+    )
     refused({"input": x, "target": y}, "batch (input.shape[0]) is 65; expected at least 4 and at most 64", size=65)
     refused({"input": x[:3].clone(), "target": y[:3].clone()}, "has 3 samples, too few for a batch of 32", "at least 4")
     with pytest.raises(InputError, match=r"no training step 'distance'; its entries: fit \(step\), distance \(grad\)"):
         train(package, data, epochs=1, save=state, entry="distance")
-    fails(called("train", package, "--data", tmp_path / "no", "--epochs", 1, "--save", state), 1, "cannot read", "No such file")
+    fails(
+        called("train", package, "--data", tmp_path / "no", "--epochs", 1, "--save", state),
+        1,
+        "cannot read",
+        "No such file",
+    )
     fails(called("train", package, "--data", data, "--epochs", 0, "--save", state), 2, "--epochs")
 
 
@@ -331,7 +385,13 @@ def test_what_another_training_saved_is_refused(package: Path, data: Path, tmp_p
     ("count", "size", "steps", "trained", "words"),
     [
         (203, 16, 13, 203, ""),
-        (194, 16, 12, 192, "every epoch leaves out 2 of 194 samples, different ones each time: batch (input.shape[0]) is 2; expected at least 4"),
+        (
+            194,
+            16,
+            12,
+            192,
+            "every epoch leaves out 2 of 194 samples, different ones each time: batch (input.shape[0]) is 2; expected at least 4",
+        ),
         (9, 16, 1, 9, ""),
         (203, 203 // 7, 7, 203, ""),
     ],
@@ -341,16 +401,30 @@ def test_what_is_left_of_an_epoch_is_a_smaller_batch(
 ) -> None:
     notes, reports = list[str](), list[train_entry.EpochReport]()
     given = samples(tmp_path / "data.safetensors", count)
-    train(package, given, epochs=2, save=tmp_path / "s", batch_size=size, callbacks=Callbacks(epoch=reports.append, note=notes.append))
+    train(
+        package,
+        given,
+        epochs=2,
+        save=tmp_path / "s",
+        batch_size=size,
+        callbacks=Callbacks(epoch=reports.append, note=notes.append),
+    )
     assert [(r.steps, r.samples) for r in reports] == [(steps, trained)] * 2
     assert len(notes) == bool(words) and words in "".join(notes)
 
 
 def test_a_fixed_batch_leaves_samples_out(static: Path, tmp_path: Path) -> None:
-    done = called("train", static, "--data", samples(tmp_path / "d", 21), "--epochs", 2, "--save", tmp_path / "s", "--json")
+    done = called(
+        "train", static, "--data", samples(tmp_path / "d", 21), "--epochs", 2, "--save", tmp_path / "s", "--json"
+    )
     assert [json.loads(line)["samples"] for line in done.stdout.splitlines()] == [16, 16]
     assert done.stderr.count("\n") == 1 and "5 of 21 samples" in done.stderr and "expected 8" in done.stderr
-    fails(called("train", static, "--data", tmp_path / "d", "--epochs", 2, "--save", tmp_path / "2", "--batch-size", 7), 1, "size 7", "expected 8")
+    fails(
+        called("train", static, "--data", tmp_path / "d", "--epochs", 2, "--save", tmp_path / "2", "--batch-size", 7),
+        1,
+        "size 7",
+        "expected 8",
+    )
 
 
 def test_a_bar_is_shown_on_a_terminal(package: Path, data: Path, tmp_path: Path) -> None:
@@ -366,7 +440,9 @@ def _thin(package: Path, data: Path, state: Path, first: str = "") -> subprocess
         f"try: main(['train', {str(package)!r}, '--data', {str(data)!r}, '--epochs', '2', '--save', {str(state)!r}])\n"
         "finally: print(sorted(m for m in sys.modules if m in ('torch._dynamo', 'torch._inductor', 'sympy') or m.startswith(FORBIDDEN)))"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PATH": "/nonexistent"})
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PATH": "/nonexistent"}
+    )
 
 
 def test_it_trains_without_dynamo_inductor_or_a_compiler(package: Path, data: Path, tmp_path: Path) -> None:
@@ -382,7 +458,8 @@ def test_the_test_above_can_fail(package: Path, data: Path, tmp_path: Path) -> N
 
 
 def test_two_processes_take_their_shares(static: Path, tmp_path: Path) -> None:
-    """Each batch is all 16 samples, 8 per process. The order then does not matter, and the result equals eager's gradient descent."""
+    """Each batch is all 16 samples, 8 per process. The order then does not matter, and the result equals eager's
+    gradient descent."""
     given = samples(tmp_path / "data.safetensors", 17)
     said = torchrun(static, given, tmp_path / "whole", "--epochs", 4)
     assert [json.loads(line)["samples"] for line in said.stdout.splitlines() if line.startswith("{")] == [16] * 4
@@ -405,8 +482,20 @@ def test_two_processes_take_their_shares(static: Path, tmp_path: Path) -> None:
 
 
 def torchrun(package: Path, data: Path, state: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    argv = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "aot_backward.cli", "train", package]
+    argv = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "-m",
+        "aot_backward.cli",
+        "train",
+        package,
+    ]
     argv += ["--data", data, "--save", state, "--json", *arguments]
-    done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     return done

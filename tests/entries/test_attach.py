@@ -67,7 +67,15 @@ def make(path: Path) -> None:
     rows = {"x": {0: Dim("rows", min=2)}}
     ab.export(
         path,
-        {"net": ab.Module(layers(), [ab.Variant((x,), dynamic_shapes=rows, requires_grad=["x", "parameters"], mode=m) for m in ("train", "eval")])},
+        {
+            "net": ab.Module(
+                layers(),
+                [
+                    ab.Variant((x,), dynamic_shapes=rows, requires_grad=["x", "parameters"], mode=m)
+                    for m in ("train", "eval")
+                ],
+            )
+        },
     )
 
 
@@ -149,7 +157,11 @@ def test_copies_and_pickles_have_their_own_forward(loaded: LoadedModule, x: torc
     attachment = loaded.attach(net)
     stored = io.BytesIO()
     torch.save(net, stored)
-    copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(io.BytesIO(stored.getvalue()), weights_only=False)]
+    copies = [
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(io.BytesIO(stored.getvalue()), weights_only=False),
+    ]
     for made in copies:
         given, eager = x.clone().requires_grad_(), layers()
         assert_same(run(made, (given,), 2), run(eager, (given,), 2))
@@ -239,20 +251,44 @@ def rename(net: Layers) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Layers], object], type[Exception], str]] = {
     "dtype": (lambda net: net.double(), WeightsError, "has dtype torch.float64"),
-    "shape": (lambda net: setattr(net.head, "weight", nn.Parameter(torch.ones(4, 16))), WeightsError, r"head\.weight has shape \(4, 16\)"),
-    "untied": (lambda net: setattr(net.again, "weight", nn.Parameter(torch.ones(16, 6))), WeightsError, "were one tensor"),
+    "shape": (
+        lambda net: setattr(net.head, "weight", nn.Parameter(torch.ones(4, 16))),
+        WeightsError,
+        r"head\.weight has shape \(4, 16\)",
+    ),
+    "untied": (
+        lambda net: setattr(net.again, "weight", nn.Parameter(torch.ones(16, 6))),
+        WeightsError,
+        "were one tensor",
+    ),
     "new tensor": (lambda net: net.register_buffer("late", torch.ones(1)), InputError, "got also late"),
     "deleted": (lambda net: delattr(net.head, "bias"), InputError, r"got no (head\.)?bias"),
     "class": (lambda net: net.body.__setitem__(2, nn.Tanh()), InputError, r"body\.2 is a Tanh, and was a ReLU"),
     "new layer": (lambda net: net.body.append(nn.ReLU()), InputError, r"body\.4 is new"),
     "setting": (lambda net: setattr(net.body[3], "p", 0.5), InputError, r"p of body\.3 is 0\.5, and was 0\.2"),
-    "momentum": (lambda net: setattr(net.body[1], "momentum", None), InputError, r"momentum of body\.1 is None, and was 0\.1"),
+    "momentum": (
+        lambda net: setattr(net.body[1], "momentum", None),
+        InputError,
+        r"momentum of body\.1 is None, and was 0\.1",
+    ),
     "new buffer": (lambda net: setattr(net, "absent", torch.ones(3)), InputError, "got also absent"),
-    "new parameter": (lambda net: setattr(net.plain, "bias", nn.Parameter(torch.ones(3))), InputError, r"got also plain\.bias"),
+    "new parameter": (
+        lambda net: setattr(net.plain, "bias", nn.Parameter(torch.ones(3))),
+        InputError,
+        r"got also plain\.bias",
+    ),
     "layer in an empty one": (lambda net: net.empty.append(nn.ReLU()), InputError, r"empty\.0 is new"),
     "other names": (rename, InputError, r"pair\.\w is a "),
-    "other forward": (lambda net: setattr(net.head, "forward", lambda x: x), InputError, "the forward of head is replaced on the instance"),
-    "list": (lambda net: setattr(net.pool, "output_size", [3]), InputError, r"output_size of pool is \[3\], and was \[2\]"),
+    "other forward": (
+        lambda net: setattr(net.head, "forward", lambda x: x),
+        InputError,
+        "the forward of head is replaced on the instance",
+    ),
+    "list": (
+        lambda net: setattr(net.pool, "output_size", [3]),
+        InputError,
+        r"output_size of pool is \[3\], and was \[2\]",
+    ),
     "list in place": (lambda net: net.pool.output_size.append(3), InputError, r"output_size of pool is \[2, 3\]"),
     "deleted setting": (lambda net: delattr(net.body[3], "p"), InputError, r"p of body\.3 is nothing"),
     "own class of the same name": (
@@ -267,7 +303,9 @@ CHANGES: dict[str, tuple[Callable[[Layers], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("attached", [True, False], ids=["after it was attached", "before"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_module_that_is_another_one_is_refused(what: str, attached: bool, loaded: LoadedModule, x: torch.Tensor) -> None:
+def test_a_module_that_is_another_one_is_refused(
+    what: str, attached: bool, loaded: LoadedModule, x: torch.Tensor
+) -> None:
     change, error, message = CHANGES[what]
     net = layers()
     if attached:
@@ -331,7 +369,8 @@ def test_otherwise_eager(loaded: LoadedModule, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kinds", ["mask plain", "plain mask", "mask plain mask"])
 def test_compiled_calls_and_eagers_in_one_backward(kinds: str, loaded: LoadedModule, x: torch.Tensor) -> None:
-    """Eager batch normalization saves its averages for the backward. The next call writes them, and autograd does not see it."""
+    """Eager batch normalization saves its averages for the backward. The next call writes them, and autograd does not
+    see it."""
     net, eager = layers(), layers()
     attachment = loaded.attach(net, otherwise="eager")
     for module in (net, eager):
@@ -455,7 +494,9 @@ def test_another_source_is_warned_of(written: Callable[[str], ModuleType], tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(here).module().attach(same, strict=True)
-    with pytest.warns(UserWarning, match="the source of Net, the class of the module, is not the one that was exported"):
+    with pytest.warns(
+        UserWarning, match="the source of Net, the class of the module, is not the one that was exported"
+    ):
         load(here).module().attach(other)
     load(here).module().detach(other)
     with pytest.raises(InputError, match="the source of Net"):
@@ -479,7 +520,10 @@ def test_a_submodule_of_ones_own_that_is_swapped_is_compared_again(tmp_path: Pat
     """Its attributes differ from the exported ones, so attach warns about them."""
     net, x = nn.Sequential(Scaled(2.0), nn.Linear(3, 3)), torch.ones(2, 3)
     ab.export_module(net, (x,), path=tmp_path / "net.pt2")
-    for strict, check in ((True, pytest.raises(InputError, match=r"by of 0 is 7\.0")), (False, pytest.warns(UserWarning, match=r"by of 0 is 7\.0"))):
+    for strict, check in (
+        (True, pytest.raises(InputError, match=r"by of 0 is 7\.0")),
+        (False, pytest.warns(UserWarning, match=r"by of 0 is 7\.0")),
+    ):
         live = nn.Sequential(Scaled(2.0), nn.Linear(3, 3))
         load(tmp_path / "net.pt2").module().attach(live, strict=strict)
         live(x)

@@ -58,7 +58,8 @@ def package() -> Path:
     return exports.shared("bound", _make)
 
 
-# The process's descriptors, mappings and private memory are equal after 12 and 36 rounds, within 4 MB. A leak of 256 kB a round would be 6 MB.
+# The process's descriptors, mappings and private memory are equal after 12 and 36 rounds, within 4 MB. A leak of 256 kB
+# a round would be 6 MB.
 FLAT = """
 import copy, gc, os, sys, torch
 from dataclasses import replace
@@ -136,7 +137,10 @@ def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatc
             model, eager = load(package()).module("net"), net()
             for seed, inside in enumerate((True, False, True, False)):
                 torch.manual_seed(seed)
-                fresh = {name: torch.rand_like(t) if t.is_floating_point() else t.clone() for name, t in eager.state_dict().items()}
+                fresh = {
+                    name: torch.rand_like(t) if t.is_floating_point() else t.clone()
+                    for name, t in eager.state_dict().items()
+                }
                 with torch.inference_mode(inside):
                     model.load_state_dict({n: t.clone() for n, t in fresh.items()}, assign=True)
                     eager.load_state_dict({n: t.clone() for n, t in fresh.items()}, assign=True)
@@ -144,8 +148,11 @@ def test_what_is_bound_again_gives_eagers_numbers(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("without_layouts", [False, True])
-def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(tmp_path: Path, without_layouts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library states the weights that it was compiled for. In a library of 0.1.0 the handles of its constants tell them."""
+def test_row_51_a_weight_that_is_not_what_the_code_was_compiled_for(
+    tmp_path: Path, without_layouts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library states the weights that it was compiled for. In a library of 0.1.0 the handles of its constants tell
+    them."""
     expected = r"was compiled for \S+ as float32 .*; the manifest says float32 \[3,5,7\]"
     if without_layouts:
         stated = torch_api.stated

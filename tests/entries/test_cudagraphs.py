@@ -1,4 +1,5 @@
-"""CUDA graphs on a simulated GPU: copies in and out, memory lent between forward and backward, and calls without a graph."""
+"""CUDA graphs on a simulated GPU: copies in and out, memory lent between forward and backward, and calls without a
+graph."""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ ROWS = {0: Dim("rows", min=3, max=64)}  # with two rows, BatchNorm leaves only r
 
 
 class Net(nn.Module):
-    """Running statistics, random numbers, an output that is saved for the backward, and one that is a view of another."""
+    """Running statistics, random numbers, an output that is saved for the backward, and one that is a view of
+    another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.drop, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3)
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.2),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = torch.tanh(self.drop(self.norm(self.first(x))))
@@ -89,7 +96,9 @@ def _trained(module: nn.Module, sizes: tuple[int, ...]) -> dict[str, torch.Tenso
         outputs = module(x)
         _loss(outputs, label).backward()
         found |= {f"output {i}.{n}": t.detach() for n, t in enumerate(outputs)}
-        found |= {f"gradient {i} {n}": p.grad.clone() for n, p in module.named_parameters()} | {f"gradient {i} x": x.grad}
+        found |= {f"gradient {i} {n}": p.grad.clone() for n, p in module.named_parameters()} | {
+            f"gradient {i} x": x.grad
+        }
         optimizer.step()
     return found | {n: b.clone() for n, b in module.named_buffers()}
 
@@ -133,12 +142,19 @@ def test_forwards_may_wait_for_their_backward(package: Path) -> None:
                 (found[str(i)],) = torch.autograd.grad(made[i], xs[i])
     assert_same(ours, theirs)
     report = loaded.cudagraphs
-    assert report is not None and report.plain[f"{cuda_graphs.WAITING} forwards of these shapes wait for their backward"] == 2 + 3
+    assert (
+        report is not None
+        and report.plain[f"{cuda_graphs.WAITING} forwards of these shapes wait for their backward"] == 2 + 3
+    )
 
 
-@pytest.mark.parametrize("order", ["f0 f1 b0 b1", "f0 f1 b1 b0", "f0 f1 b0 f2 b1 b2", "f0 s1 b0 b1", "f0 f1 e b1 b0", "f0 f1 f2 b2 b0 f3 b1 b3"])
+@pytest.mark.parametrize(
+    "order",
+    ["f0 f1 b0 b1", "f0 f1 b1 b0", "f0 f1 b0 f2 b1 b2", "f0 s1 b0 b1", "f0 f1 e b1 b0", "f0 f1 f2 b2 b0 f3 b1 b3"],
+)
 def test_what_waits_is_not_written_by_other_graphs(package: Path, order: str) -> None:
-    """Two losses, a pipeline, another size, and an evaluation in between. Before that, each forward had its backward at once."""
+    """Two losses, a pipeline, another size, and an evaluation in between. Before that, each forward had its backward at
+    once."""
     loaded, _ = graphed(package)
     module, eager = loaded.module("net"), net()
     for m in (module, eager):
@@ -160,7 +176,9 @@ def test_what_waits_is_not_written_by_other_graphs(package: Path, order: str) ->
                         m(_inputs(8, 40))
                 else:
                     rows = 5 if what == "s" else 8
-                    waiting[number[0]] = _loss(m(_inputs(rows, int(number[0])).requires_grad_()), torch.arange(rows) % 3)
+                    waiting[number[0]] = _loss(
+                        m(_inputs(rows, int(number[0])).requires_grad_()), torch.arange(rows) % 3
+                    )
             found.append({n: p.grad.clone() for n, p in m.named_parameters() if n != "first.bias"})
         assert_same(*found)
 
@@ -170,7 +188,11 @@ def test_a_dropped_forward_is_used_again(package: Path) -> None:
     module = loaded.module("net")
     for i in range(10):
         module(_inputs(8, i).requires_grad_())
-    assert loaded.cudagraphs is not None and loaded.cudagraphs.plain == {cuda_graphs.WARM_UP: 1} and loaded.cudagraphs.captured == 1
+    assert (
+        loaded.cudagraphs is not None
+        and loaded.cudagraphs.plain == {cuda_graphs.WARM_UP: 1}
+        and loaded.cudagraphs.captured == 1
+    )
 
 
 def test_a_saved_output_that_is_changed_is_autograds_error(package: Path) -> None:
@@ -207,7 +229,9 @@ def test_saved_tensors_hooks_get_tensors_that_stay(package: Path) -> None:
             for i, x in enumerate(xs):
                 torch.manual_seed(i)
                 losses.append(_loss(m(x), torch.arange(8) % 3))
-        found.append({str(i): torch.autograd.grad(loss, x)[0] for i, (loss, x) in enumerate(zip(losses, xs, strict=True))})
+        found.append(
+            {str(i): torch.autograd.grad(loss, x)[0] for i, (loss, x) in enumerate(zip(losses, xs, strict=True))}
+        )
     assert_same(*found)
 
 
@@ -217,8 +241,14 @@ def test_what_cannot_be_captured_runs_without(package: Path) -> None:
     sizes = (8, 8, 8, 5, 5)
     assert_same(_trained(loaded.module("net"), sizes), _trained(net(), sizes))
     report = loaded.cudagraphs
-    assert report is not None and report.captured == report.replayed == 0 and sum(report.plain.values()) == 2 * len(sizes)
-    (reason,) = [reason for reason in report.plain if "cannot be captured: operation not permitted when stream is capturing" in reason]
+    assert (
+        report is not None and report.captured == report.replayed == 0 and sum(report.plain.values()) == 2 * len(sizes)
+    )
+    (reason,) = [
+        reason
+        for reason in report.plain
+        if "cannot be captured: operation not permitted when stream is capturing" in reason
+    ]
     assert reason.startswith("data/aotinductor/net.0.forward/") and machine.refuse == 100 - cuda_graphs.TRIES
 
 
@@ -274,12 +304,15 @@ def test_steps_are_eagers(package: Path) -> None:
         if i == 3:
             step(x, label)
         assert_same({"loss": ours}, {"loss": loss.detach()})
-        now = [{n: p.detach() for n, p in named.items()} for named in (step.parameters, dict(module.named_parameters()))]
+        now = [
+            {n: p.detach() for n, p in named.items()} for named in (step.parameters, dict(module.named_parameters()))
+        ]
         for named in now:
             del named["first.bias"]  # before BatchNorm its gradient is only rounding, and AdamW divides it by its size
         assert_same(*now, 1e-4)
     report = loaded.cudagraphs
-    assert report is not None and report.captured == 2 + 1 and report.replayed == 6  # at 5 and 8 rows, and the second accumulating call
+    # At 5 and 8 rows, and the second accumulating call
+    assert report is not None and report.captured == 2 + 1 and report.replayed == 6
     assert report.plain == {cuda_graphs.WARM_UP: 4}
 
 
@@ -339,7 +372,9 @@ def test_a_copy_has_graphs_of_its_own(package: Path) -> None:
 
 
 def test_only_on_a_gpu(package: Path) -> None:
-    with pytest.raises(InputError, match=r"cudagraphs=True is for packages for a GPU; the target of .* that runs here is cpu:avx2"):
+    with pytest.raises(
+        InputError, match=r"cudagraphs=True is for packages for a GPU; the target of .* that runs here is cpu:avx2"
+    ):
         load(package, cudagraphs=True)
     with pytest.raises(IncompatibleError, match="it was built for cpu, but cuda:1 was asked for"):
         load(package, device="cuda:1")
@@ -348,7 +383,9 @@ def test_only_on_a_gpu(package: Path) -> None:
     assert load(package, device="cpu").cudagraphs is None
     trained = ("train", package, "--entry", "fit", "--data", "none", "--epochs", 1, "--save", "none")
     assert "cudagraphs=True is for packages for a GPU" in aot_backward(*trained, "--cudagraphs").stderr
-    ran = aot_backward("run", package, "--entry", "energy", "--inputs", "none", "--outputs", "none", "--device", "cuda:3")
+    ran = aot_backward(
+        "run", package, "--entry", "energy", "--inputs", "none", "--outputs", "none", "--device", "cuda:3"
+    )
     assert ran.returncode == 3 and "it was built for cpu, but cuda:3 was asked for" in ran.stderr
 
 

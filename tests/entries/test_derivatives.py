@@ -1,4 +1,5 @@
-"""Derivatives of a function at any number of points: ``derivatives``, and transforms of ``torch.func`` in the caller's own program."""
+"""Derivatives of a function at any number of points: ``derivatives``, and transforms of ``torch.func`` in the caller's
+own program."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from aot_backward_runtime import load
 
 from ..support import exports
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own rules for forward mode are scripted
+# Torch's own rules for forward mode are scripted
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 KINDS = ["value", "jacobian", "vjp", "jvp", "hessian", "hvp"]
 
@@ -51,9 +53,15 @@ def inputs(points: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def of_torch(
-    kind: str, f: Callable[..., Any], args: tuple[Any, ...], cotangent: Any, tangents: tuple[Any, ...], at: Callable[..., Any] = vmap
+    kind: str,
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    cotangent: Any,
+    tangents: tuple[Any, ...],
+    at: Callable[..., Any] = vmap,
 ) -> Any:
-    """Return what ``torch.func`` gives for a function of one point, by argument in order. ``at``: ``vmap``, or nothing for one point."""
+    """Return what ``torch.func`` gives for a function of one point, by argument in order. ``at``: ``vmap``, or nothing
+    for one point."""
 
     def weighted(*args: Any) -> torch.Tensor:
         *args, cotangent = args  # type: ignore[assignment]
@@ -115,7 +123,10 @@ def test_one_point(kind: str) -> None:
     (entry,) = ab.derivatives(pendulum, args, [kind], batch=None).values()
     assert entry.variants[0].dynamic_shapes is None
     cotangent, tangents, used = extras(kind, pendulum(*args), args)
-    close(by_order(entry.fn(*args, *used), ("x", "u")), of_torch(kind, pendulum, args, cotangent, tangents, at=lambda f: f))
+    close(
+        by_order(entry.fn(*args, *used), ("x", "u")),
+        of_torch(kind, pendulum, args, cotangent, tangents, at=lambda f: f),
+    )
 
 
 def test_shared_arguments_and_results_that_do_not_depend_on_one() -> None:
@@ -123,7 +134,13 @@ def test_shared_arguments_and_results_that_do_not_depend_on_one() -> None:
     entries = ab.derivatives(energy, (x, mass), ["jacobian", "hessian"], batch=[0, None], metadata={"unit": "J"})
     close(entries["jacobian"].fn(x, mass), {"x": vmap(jacrev(energy), (0, None))(x, mass)})
     close(entries["hessian"].fn(x, mass, torch.ones(4)), {"x": {"x": vmap(hessian(energy), (0, None))(x, mass)}})
-    assert entries["jacobian"].metadata == {"unit": "J", "derivative": "jacobian", "arguments": ["x", "mass"], "batched": ["x"], "wrt": ["x"]}
+    assert entries["jacobian"].metadata == {
+        "unit": "J",
+        "derivative": "jacobian",
+        "arguments": ["x", "mass"],
+        "batched": ["x"],
+        "wrt": ["x"],
+    }
 
     (entry,) = ab.derivatives(lambda x, y: (x + 1, y * 0 + 2), (x, x), ["hessian"], wrt=["y"]).values()
     close(entry.fn(x, x, (x, x)), {"y": {"y": torch.zeros(4, 3, 3)}})
@@ -136,7 +153,9 @@ def package() -> Path:
     def make(path: Path) -> None:
         entries = ab.derivatives(dynamics(torch.float64), inputs(3, torch.float64), KINDS)
         pointwise = ab.derivatives(vmap(pendulum), inputs(3, torch.float32), ["jacobian", "hvp"])
-        ab.export(path, entries | {f"pendulum_{kind}": entry for kind, entry in pointwise.items()}, runtime="standalone")
+        ab.export(
+            path, entries | {f"pendulum_{kind}": entry for kind, entry in pointwise.items()}, runtime="standalone"
+        )
 
     return exports.shared("derivatives", make)
 
@@ -160,7 +179,9 @@ def test_names_of_arguments_and_results(package: Path) -> None:
     assert names["jacobian"] == ["x", "u"] and names["hessian"] == ["x", "u", "cotangent"]
     assert names["hvp"] == ["x", "u", "cotangent", "tangent_x", "tangent_u"]
     assert [t.name for t in entries["hessian"].variants[0].outputs] == ["x.x", "x.u", "u.x", "u.u"]
-    assert [s.name for s in entries["jacobian"].state] == [f"f.net.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    assert [s.name for s in entries["jacobian"].state] == [
+        f"f.net.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")
+    ]
 
 
 X, U = inputs(3, torch.float32)
@@ -169,23 +190,60 @@ X, U = inputs(3, torch.float32)
 @pytest.mark.parametrize(
     ("f", "args", "options", "message"),
     [
-        (energy, (X, X), {"kinds": ["gradient"]}, r"kinds: expected some of \['value', .*, each once, got \['gradient'\]"),
-        (energy, (X,), {}, "args: expected the positional arguments of f, got 1 tensors: missing a required argument: 'mass'"),
+        (
+            energy,
+            (X, X),
+            {"kinds": ["gradient"]},
+            r"kinds: expected some of \['value', .*, each once, got \['gradient'\]",
+        ),
+        (
+            energy,
+            (X,),
+            {},
+            "args: expected the positional arguments of f, got 1 tensors: missing a required argument: 'mass'",
+        ),
         (energy, (X, 3.0), {}, "argument mass: expected a tensor, got a float. Close over it instead"),
         (energy, (X, X), {"batch": 1}, "batch: expected 0, None, or one of them for each of the 2 arguments, got 1"),
         (energy, (X, X[:2]), {}, r"expected the same number of points .* got \{'x': 3, 'mass': 2\}"),
         (energy, (X[:1], X[:1]), {}, "at least 2, got"),
-        (energy, (X, X), {"wrt": "y"}, r"wrt: expected some of \['x', 'mass'\], the batches of floating-point numbers, got \['y'\]"),
+        (
+            energy,
+            (X, X),
+            {"wrt": "y"},
+            r"wrt: expected some of \['x', 'mass'\], the batches of floating-point numbers, got \['y'\]",
+        ),
         (energy, (X, X[0]), {"batch": [0, None], "wrt": "mass"}, r"wrt: expected some of \['x'\]"),
         (pendulum, (X, U), {}, "Wrap a function of one point in torch.vmap"),
-        (lambda x: x - x.mean(0), (X,), {}, "expected the same for point 0 alone and in the batch, got a difference of .* mix points"),
-        (lambda x: x.sum(0), (X,), {}, r"result of f: expected the 3 points in dimension 0, got shape \(3,\)|expected the same for point 0"),
-        (lambda x: x.T, (torch.randn(4, 3),), {}, r"result of f: expected the 4 points in dimension 0, got shape \(3, 4\)"),
-        (lambda x: {"n": x > 0}, (X,), {}, r"result\['n'\] of f: expected a tensor of floating-point numbers, got torch.bool"),
+        (
+            lambda x: x - x.mean(0),
+            (X,),
+            {},
+            "expected the same for point 0 alone and in the batch, got a difference of .* mix points",
+        ),
+        (
+            lambda x: x.sum(0),
+            (X,),
+            {},
+            r"result of f: expected the 3 points in dimension 0, got shape \(3,\)|expected the same for point 0",
+        ),
+        (
+            lambda x: x.T,
+            (torch.randn(4, 3),),
+            {},
+            r"result of f: expected the 4 points in dimension 0, got shape \(3, 4\)",
+        ),
+        (
+            lambda x: {"n": x > 0},
+            (X,),
+            {},
+            r"result\['n'\] of f: expected a tensor of floating-point numbers, got torch.bool",
+        ),
         (lambda cotangent: cotangent, (X,), {}, "argument cotangent of f: expected another name"),
     ],
 )
-def test_what_is_wrong_is_named(f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_is_named(
+    f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ab.ExportError, match=message):
         ab.derivatives(f, args, **options)
 
@@ -193,7 +251,9 @@ def test_what_is_wrong_is_named(f: Callable[..., Any], args: tuple[Any, ...], op
 def test_the_check_of_the_points_changes_nothing() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before, state = {n: t.clone() for n, t in net.state_dict().items()}, torch.get_rng_state()
-    with pytest.raises(ab.ExportError, match=r"mix points|f failed on 1 point: ValueError: Expected more than 1 value per channel"):
+    with pytest.raises(
+        ab.ExportError, match=r"mix points|f failed on 1 point: ValueError: Expected more than 1 value per channel"
+    ):
         ab.derivatives(net, (X,))
     ab.derivatives(net.eval(), (X,), ["value"])
     torch.testing.assert_close(dict(net.state_dict()), before)
@@ -223,7 +283,9 @@ class Transformed(nn.Module):
 
 def test_transforms_in_the_program_keep_the_batch_open(tmp_path: Path) -> None:
     module, points = Transformed(), {0: torch.export.Dim("points", min=1)}
-    ab.export_function(module, inputs(3, torch.float64), dynamic_shapes=(points, points), path=tmp_path / "transformed.pt2")
+    ab.export_function(
+        module, inputs(3, torch.float64), dynamic_shapes=(points, points), path=tmp_path / "transformed.pt2"
+    )
     function = load(tmp_path / "transformed.pt2").function()
     for n in (1, 3, 7):
         args = inputs(n, torch.float64)
@@ -252,7 +314,8 @@ def along_x(f: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 class Partial(nn.Module):
-    """First and second derivatives by one of two arguments, as in physics-informed networks: the other argument has no tangent."""
+    """First and second derivatives by one of two arguments, as in physics-informed networks: the other argument has no
+    tangent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,10 +352,16 @@ def test_a_transform_that_fixes_the_batch_is_named(tmp_path: Path, rule: str) ->
     def rows(x: torch.Tensor) -> torch.Tensor:
         return vmap(jacrev(lambda x: nn.functional.layer_norm(x, (3,)) if rule == "layer_norm" else x.sort().values))(x)
 
-    with pytest.raises(ab.ExportError, match=r"reads it as a number: call aot_backward\.derivatives, or sum over the batch") as caught:
-        ab.export_function(rows, (X,), dynamic_shapes=({0: torch.export.Dim("points", min=1)},), path=tmp_path / "refused.pt2")
+    with pytest.raises(
+        ab.ExportError, match=r"reads it as a number: call aot_backward\.derivatives, or sum over the batch"
+    ) as caught:
+        ab.export_function(
+            rows, (X,), dynamic_shapes=({0: torch.export.Dim("points", min=1)},), path=tmp_path / "refused.pt2"
+        )
     text = str(caught.value)
     assert "is valid only for 3" in text and "mark_dynamic" not in text
     assert rule == "sort" or "test_derivatives.py" in text
-    entry = ab.derivatives(lambda x: nn.functional.layer_norm(x, (3,)) if rule == "layer_norm" else x.sort().values, (X,), ["jacobian"])["jacobian"]
+    entry = ab.derivatives(
+        lambda x: nn.functional.layer_norm(x, (3,)) if rule == "layer_norm" else x.sort().values, (X,), ["jacobian"]
+    )["jacobian"]
     close(entry.fn(X), {"x": rows(X)})

@@ -1,4 +1,5 @@
-"""Averages of a compiled step's parameters, compared with eager training and ``torch.optim.swa_utils.AveragedModel``."""
+"""Averages of a compiled step's parameters, compared with eager training and
+``torch.optim.swa_utils.AveragedModel``."""
 
 from __future__ import annotations
 
@@ -176,7 +177,11 @@ def test_the_state_of_an_averaged_model_goes_in_and_out(package: Path) -> None:
     for i in range(4):
         eager(*batch(i))
     eager.averaged.load_state_dict(eager.averaged.state_dict())
-    eager_state = {"module": eager.module.state_dict(), "optimizer": eager.optimizer.state_dict(), "ema": eager.averaged.state_dict()}
+    eager_state = {
+        "module": eager.module.state_dict(),
+        "optimizer": eager.optimizer.state_dict(),
+        "ema": eager.averaged.state_dict(),
+    }
     step.load_state_dict(eager_state)
     for i in range(4, 8):
         step(*batch(i))
@@ -265,7 +270,9 @@ def test_refusals(tmp_path: Path) -> None:
     module, (x, y) = nn.Linear(6, 6), batch(0)
 
     def export(optimizer: torch.optim.Optimizer, ema: Any) -> None:
-        ab.export_step(module, (x, y), loss_fn=nn.functional.mse_loss, optimizer=optimizer, ema=ema, path=tmp_path / "no.pt2")
+        ab.export_step(
+            module, (x, y), loss_fn=nn.functional.mse_loss, optimizer=optimizer, ema=ema, path=tmp_path / "no.pt2"
+        )
 
     for wrong in (1.5, -0.1, True, "0.9", float("nan")):
         with pytest.raises(ExportError, match="ema: expected a decay from 0 to 1"):

@@ -53,10 +53,14 @@ def make(path: Path) -> None:
         return net.layer(x) @ net.layer.weight
 
     entries: dict[str, Any] = {
-        "statistics": ab.Function(net, [ab.Variant((X,), mode=m, dynamic_shapes={"x": rows}) for m in ("train", "eval")], metadata=METADATA),
+        "statistics": ab.Function(
+            net, [ab.Variant((X,), mode=m, dynamic_shapes={"x": rows}) for m in ("train", "eval")], metadata=METADATA
+        ),
         "slope": ab.Function(slope, [ab.Variant((X,), dynamic_shapes=(rows,))]),
         "weighted": ab.Function(weighted, [ab.Variant((X,)), ab.Variant((X.double()[:, :0].float().new_ones(2, 3),))]),
-        "loss": ab.Grad(lambda x: (weighted(x).sum(), {"h": net.layer(x)}), [ab.Variant((X,))], has_aux=True, wrt="x", metadata={}),
+        "loss": ab.Grad(
+            lambda x: (weighted(x).sum(), {"h": net.layer(x)}), [ab.Variant((X,))], has_aux=True, wrt="x", metadata={}
+        ),
     }
     ab.export(path, entries, metadata={"author": "A. N. Other", "version": [1, 2]})
 
@@ -109,15 +113,26 @@ def test_errors(package: Path) -> None:
     loaded = load(package)
     with pytest.raises(InputError, match="rows"):
         loaded.function("slope")(torch.randn(100, 3))
-    with pytest.raises(AotBackwardError, match=r"expected a module entry, got .*Call load\(path\)\.function\('statistics'\)"):
+    with pytest.raises(
+        AotBackwardError, match=r"expected a module entry, got .*Call load\(path\)\.function\('statistics'\)"
+    ):
         loaded.module()
-    with pytest.raises(ExportError, match=r"module: expected an nn\.Module, got a function\. For its outputs call export_function"):
+    with pytest.raises(
+        ExportError, match=r"module: expected an nn\.Module, got a function\. For its outputs call export_function"
+    ):
         ab.export_module(slope, (X,), path="never.pt2")  # type: ignore[arg-type]
     assert not Path("never.pt2").exists()
 
 
 def test_export_function_with_all_options(tmp_path: Path) -> None:
-    path = ab.export_function(slope, (X,), dynamic_shapes=({0: Dim("rows", min=1)},), metadata={"a": 1}, runtime="torch", path=tmp_path / "s.pt2")
+    path = ab.export_function(
+        slope,
+        (X,),
+        dynamic_shapes=({0: Dim("rows", min=1)},),
+        metadata={"a": 1},
+        runtime="torch",
+        path=tmp_path / "s.pt2",
+    )
     loaded = load(path)
     assert loaded.entries == {"function": "function"} and loaded.metadata == {"a": 1} and loaded.path == path
     assert_equal(loaded.function()(X), slope(X))
@@ -126,7 +141,11 @@ def test_export_function_with_all_options(tmp_path: Path) -> None:
 def test_metadata_and_names(package: Path) -> None:
     loaded = load(package)
     assert loaded.metadata == {"author": "A. N. Other", "version": [1, 2]}
-    assert loaded.function("statistics").metadata == METADATA and loaded.grad().metadata == {} and loaded.function("slope").metadata == {}
+    assert (
+        loaded.function("statistics").metadata == METADATA
+        and loaded.grad().metadata == {}
+        and loaded.function("slope").metadata == {}
+    )
     loaded.metadata["author"] = "changed"
     assert loaded.metadata["author"] == "A. N. Other"
     names = {n: [o.name for o in e.variants[0].outputs] for n, e in loaded.manifest.entries.items()}
@@ -135,7 +154,10 @@ def test_metadata_and_names(package: Path) -> None:
     inspected = json.loads(aot_backward("inspect", package, "--json").stdout)
     assert inspected["metadata"] == loaded.metadata and inspected["entries"]["statistics"]["metadata"] == METADATA
     shown = aot_backward("inspect", package).stdout
-    assert 'metadata: {"author": "A. N. Other", "version": [1, 2]}' in shown and '  metadata: {"cutoff": 5.0, "species": ["H", "Ö"]' in shown
+    assert (
+        'metadata: {"author": "A. N. Other", "version": [1, 2]}' in shown
+        and '  metadata: {"cutoff": 5.0, "species": ["H", "Ö"]' in shown
+    )
 
 
 def test_equal_names_are_told_apart(tmp_path: Path) -> None:
@@ -143,7 +165,10 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
         return [{"a": x + 1}, {"a": x + 2}]
 
     path = ab.export_function(twice, (X,), path=tmp_path / "twice.pt2")
-    assert [o.name for o in load(path).manifest.entries["function"].variants[0].outputs] == ["output[0].a", "output[1].a"]
+    assert [o.name for o in load(path).manifest.entries["function"].variants[0].outputs] == [
+        "output[0].a",
+        "output[1].a",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +184,10 @@ def test_equal_names_are_told_apart(tmp_path: Path) -> None:
 )
 def test_metadata_that_is_not_json(metadata: Any, message: str, tmp_path: Path) -> None:
     variants = [ab.Variant((X,))]
-    for entries, own in (({"f": ab.Function(slope, variants)}, metadata), ({"f": ab.Function(slope, variants, metadata=metadata)}, None)):
+    for entries, own in (
+        ({"f": ab.Function(slope, variants)}, metadata),
+        ({"f": ab.Function(slope, variants, metadata=metadata)}, None),
+    ):
         with pytest.raises(ExportError, match=message):
             ab.export(tmp_path / "never.pt2", entries, metadata=own)
     assert not list(tmp_path.iterdir())

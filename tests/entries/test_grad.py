@@ -29,7 +29,9 @@ class Pull(nn.Module):
         self.net = net()
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, batch: dict[str, torch.Tensor], weight: float = 0.5) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, batch: dict[str, torch.Tensor], weight: float = 0.5
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         self.seen += 1
         out = self.net(batch["x"]).squeeze(1)
         return weight * (out - batch["y"]).square().mean(), {"out": out, "x": batch["x"]}
@@ -54,7 +56,10 @@ def package() -> Path:
         entries = {
             "forces": ab.Grad(energy, [ab.Variant((torch.randn(5, 3),), dynamic_shapes={"pos": atoms})], wrt="pos"),
             "pull": ab.Grad(
-                pull, [ab.Variant((_batch(4),), dynamic_shapes={"batch": {"x": rows, "y": rows}})], wrt=["parameters", "batch"], has_aux=True
+                pull,
+                [ab.Variant((_batch(4),), dynamic_shapes={"batch": {"x": rows, "y": rows}})],
+                wrt=["parameters", "batch"],
+                has_aux=True,
             ),
         }
         ab.export(path, entries)
@@ -94,7 +99,11 @@ def test_parameters_inputs_and_what_else_the_function_returns(package: Path) -> 
         torch.testing.assert_close(loss, expected.detach())
         torch.testing.assert_close(aux["out"], extra["out"].detach())
         torch.testing.assert_close(aux["x"], batch["x"])
-        assert list(gradients) == [*(f"net.{i}.{k}" for i in (0, 2) for k in ("weight", "bias")), "batch['x']", "batch['y']"]
+        assert list(gradients) == [
+            *(f"net.{i}.{k}" for i in (0, 2) for k in ("weight", "bias")),
+            "batch['x']",
+            "batch['y']",
+        ]
         for name, parameter in eager.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(gradients["batch['y']"], leaves["y"].grad)
@@ -131,7 +140,9 @@ def test_state_goes_both_ways(package: Path) -> None:
     state = pull.state_dict()
     before = {n: t.clone() for n, t in state.items()}
     with pytest.raises(WeightsError, match=r"missing \['net\.0\.bias'\], unexpected \['other'\]"):
-        pull.load_state_dict({**{n: torch.zeros_like(t) for n, t in state.items() if n != "net.0.bias"}, "other": torch.zeros(1)})
+        pull.load_state_dict(
+            {**{n: torch.zeros_like(t) for n, t in state.items() if n != "net.0.bias"}, "other": torch.zeros(1)}
+        )
     with pytest.raises(WeightsError, match=r"net\.0\.bias' has shape \(7,\)"):
         pull.load_state_dict({**{n: torch.zeros_like(t) for n, t in state.items()}, "net.0.bias": torch.zeros(7)})
     torch.testing.assert_close(pull.state_dict(), before)
@@ -162,12 +173,21 @@ class Where(NamedTuple):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"wrt": "velocity"}, r"wrt names 'velocity', which is neither an input nor a parameter; the program has the inputs 'x', 'ids'"),
+        (
+            {"wrt": "velocity"},
+            r"wrt names 'velocity', which is neither an input nor a parameter; the program has the inputs 'x', 'ids'",
+        ),
         ({"wrt": "ids"}, r"wrt names the input 'ids', which is not a floating-point or complex tensor"),
         ({"wrt": "parameters"}, r"wrt='parameters': expected at least one parameter that requires a gradient"),
         ({"wrt": "x", "fn": lambda x, ids: x * ids}, r"a gradient needs a scalar loss, got shape \(3,\); reduce it"),
-        ({"wrt": "x", "fn": lambda x, ids: (x.sum(), ids)}, r"expected a loss, got \(Tensor, Tensor\)\. If the loss comes first, say has_aux=True"),
-        ({"wrt": "x", "fn": lambda x, ids: ids.sum() * 1.0}, r"the loss does not depend on any tensor that gets a gradient"),
+        (
+            {"wrt": "x", "fn": lambda x, ids: (x.sum(), ids)},
+            r"expected a loss, got \(Tensor, Tensor\)\. If the loss comes first, say has_aux=True",
+        ),
+        (
+            {"wrt": "x", "fn": lambda x, ids: ids.sum() * 1.0},
+            r"the loss does not depend on any tensor that gets a gradient",
+        ),
     ],
 )
 def test_what_cannot_be_differentiated_is_refused(kwargs: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Inputs that raw AOTInductor accepts silently (docs/reliability.md, rows 1 to 19, called cases here). Each gives the right result, or an error that
-names the input before native code runs."""
+"""Inputs that raw AOTInductor accepts silently (docs/reliability.md, rows 1 to 19, called cases here). Each gives the
+right result, or an error that names the input before native code runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Pair(nn.Module):
         self.a = nn.Linear(6, 5)
         self.b = nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor, extra: dict[str, torch.Tensor], scale: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, extra: dict[str, torch.Tensor], scale: float = 2.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         h = torch.sigmoid(self.a(x)) * scale
         return self.b(h) + extra["bias"], h
 
@@ -71,18 +73,33 @@ BAD: dict[str, tuple[Callable[[torch.Tensor, dict[str, torch.Tensor]], tuple[obj
     "rank 0 (2)": (lambda x, e: (x.sum(), e), r"x has 0 dimensions, shape \(\); expected 2"),
     "rank 3 (2)": (lambda x, e: (x[None], e), r"x has 3 dimensions, shape \(1, 4, 6\); expected 2"),
     "static dimension (3)": (lambda x, e: (x[:, :5], e), r"x has size 5 in dimension 1; expected 6"),
-    "below its range (4)": (lambda x, e: (x[:1], {"bias": e["bias"][:1]}), r"batch \(x\.shape\[0\]\) is 1; expected at least 2 and at most 32"),
-    "above its range (4)": (lambda x, e: (torch.ones(33, 6), {"bias": torch.ones(33, 3)}), r"batch .* is 33; expected at least 2 and at most 32"),
+    "below its range (4)": (
+        lambda x, e: (x[:1], {"bias": e["bias"][:1]}),
+        r"batch \(x\.shape\[0\]\) is 1; expected at least 2 and at most 32",
+    ),
+    "above its range (4)": (
+        lambda x, e: (torch.ones(33, 6), {"bias": torch.ones(33, 3)}),
+        r"batch .* is 33; expected at least 2 and at most 32",
+    ),
     "one symbol, two sizes (5)": (
         lambda x, e: (x, {"bias": e["bias"][:3]}),
         r"extra\['bias'\] has size 3 in dimension 0; expected 4 \(batch, as x\.shape",
     ),
     "size 0 (7)": (lambda x, e: (x[:0], {"bias": e["bias"][:0]}), r"batch .* is 0"),
     "meta (11)": (lambda x, e: (x.to("meta"), e), r"x is on meta; expected cpu"),
-    "sparse (12)": (lambda x, e: (x.detach().to_sparse(), e), r"x has layout torch\.sparse_coo; expected torch\.strided"),
+    "sparse (12)": (
+        lambda x, e: (x.detach().to_sparse(), e),
+        r"x has layout torch\.sparse_coo; expected torch\.strided",
+    ),
     "another structure (16)": (lambda x, e: (x, e["bias"]), r"extra is a Tensor; expected \{'bias': Tensor\}"),
-    "another key (16)": (lambda x, e: (x, {"offset": e["bias"]}), r"extra is a dict with the keys \['offset'\]; expected \{'bias': Tensor\}"),
-    "too few arguments (16)": (lambda x, e: (x,), r"1 positional argument and no keywords do not fit; expected \(x=Tensor, extra="),
+    "another key (16)": (
+        lambda x, e: (x, {"offset": e["bias"]}),
+        r"extra is a dict with the keys \['offset'\]; expected \{'bias': Tensor\}",
+    ),
+    "too few arguments (16)": (
+        lambda x, e: (x,),
+        r"1 positional argument and no keywords do not fit; expected \(x=Tensor, extra=",
+    ),
     "too many arguments (16)": (lambda x, e: (x, e, 2.0, 1), r"4 positional .* do not fit"),
     "not a tensor (16)": (lambda x, e: (x.tolist(), e), r"x is a list of 4; expected a tensor"),
     "None (16)": (lambda x, e: (None, e), r"x is None; expected a tensor"),
@@ -106,7 +123,10 @@ def test_fake_and_wrapped_tensors_name_their_type(model: nn.Module) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x, extra = arguments()
-    with FakeTensorMode() as mode, pytest.raises(InputError, match=r"x is a torch\._subclasses\.fake_tensor\.FakeTensor; expected a plain"):
+    with (
+        FakeTensorMode() as mode,
+        pytest.raises(InputError, match=r"x is a torch\._subclasses\.fake_tensor\.FakeTensor; expected a plain"),
+    ):
         model(mode.from_tensor(x), extra)
     with pytest.raises(InputError, match=r"x is wrapped by a torch\.func transform"):
         torch.func.vmap(lambda row: model(row, extra)[0])(x.detach()[None])
@@ -175,7 +195,9 @@ def test_storage_that_was_freed_or_shrunk(model: nn.Module) -> None:
         x = torch.randn(4, 6)
         model(x, extra)
         x.untyped_storage().resize_(size)
-        with pytest.raises(InputError, match=rf"x of shape \(4, 6\) needs 96 bytes, its storage holds {size}: it was freed or shrunk"):
+        with pytest.raises(
+            InputError, match=rf"x of shape \(4, 6\) needs 96 bytes, its storage holds {size}: it was freed or shrunk"
+        ):
             model(x, extra)
 
 
@@ -230,7 +252,9 @@ def test_nan_and_inf_are_as_in_eager(model: nn.Module) -> None:
 
 def test_who_needs_gradients_is_part_of_the_contract(model: nn.Module) -> None:
     x, extra = arguments()
-    with pytest.raises(GradientError, match=r"input extra\['bias'\] requires a gradient, and did not when the package was exported"):
+    with pytest.raises(
+        GradientError, match=r"input extra\['bias'\] requires a gradient, and did not when the package was exported"
+    ):
         model(x, {"bias": extra["bias"].clone().requires_grad_()})
     with torch.no_grad():
         assert not model(x, extra)[0].requires_grad
@@ -242,7 +266,9 @@ def test_who_needs_gradients_is_part_of_the_contract(model: nn.Module) -> None:
 def test_a_baked_in_constant_is_compared(package: Path) -> None:
     model = load(package).module()
     x, extra = arguments()
-    with pytest.raises(InputError, match=r"3 positional .* do not fit; expected \(x=Tensor, extra=\{'bias': Tensor\}\)"):
+    with pytest.raises(
+        InputError, match=r"3 positional .* do not fit; expected \(x=Tensor, extra=\{'bias': Tensor\}\)"
+    ):
         model(x, extra, 3.0)
     torch.testing.assert_close(model(extra=extra, x=x)[0], pair()(x, extra)[0])
 
@@ -250,7 +276,10 @@ def test_a_baked_in_constant_is_compared(package: Path) -> None:
 def test_ambient_state_is_part_of_the_contract(model: nn.Module) -> None:
     x, extra = arguments()
     model(x, extra)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="called under autocast bfloat16; captured under autocast off"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(InputError, match="called under autocast bfloat16; captured under autocast off"),
+    ):
         model(x, extra)
     torch.use_deterministic_algorithms(True)
     try:
@@ -270,7 +299,9 @@ def test_ambient_state_is_part_of_the_contract(model: nn.Module) -> None:
 def grouped() -> Path:
     def make(path: Path) -> None:
         variants = [
-            ab.Variant((torch.randn(8, 6, requires_grad=True),), dynamic_shapes={"x": {0: Dim("quads", min=2, max=16) * 4}}),
+            ab.Variant(
+                (torch.randn(8, 6, requires_grad=True),), dynamic_shapes={"x": {0: Dim("quads", min=2, max=16) * 4}}
+            ),
             ab.Variant((torch.randn(8, 5, requires_grad=True),)),
             ab.Variant((torch.randn(12, 5, requires_grad=True),)),
         ]
@@ -285,7 +316,10 @@ def test_a_derived_guard_and_the_variants_there_are(grouped: Path) -> None:
     for shape in ((8, 6), (16, 6), (8, 5), (12, 5), (64, 6)):
         x = torch.randn(shape, requires_grad=True)
         assert_same(run(model, (x,), 4), run(Grouped(), (x,), 4))
-    with pytest.raises(InputError, match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n.*variant 1 .* expected 8"):
+    with pytest.raises(
+        InputError,
+        match=r"none of the 3 variants .*variant 0 .*x\.shape\[0\].* is 10; expected 4 \* n.*variant 1 .* expected 8",
+    ):
         model(torch.randn(10, 6))
     with pytest.raises(InputError, match=r"variant 0 .*: x\.shape\[0\] is 4; expected at least 8 and at most 64"):
         model(torch.randn(4, 6))
@@ -319,7 +353,9 @@ assert resident() - before < 4 << 20, resident() - before
 assert len(os.listdir("/proc/self/fd")) == descriptors
 assert torch.equal(model(x, extra)[0], expected)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script, str(package)], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(package)], capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr
 
 

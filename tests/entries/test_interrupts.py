@@ -1,7 +1,8 @@
-"""A ``KeyboardInterrupt`` between any two bytecodes of a call: counters, numbers and tensors agree, and the next call is right.
+"""A ``KeyboardInterrupt`` between any two bytecodes of a call: counters, numbers and tensors agree, and the next call
+is right.
 
-Native code is one C call, which no interrupt enters. A trace function raises the interrupt at the n-th bytecode that the runtime executes, for every
-n, or for some n if a path is long."""
+Native code is one C call, which no interrupt enters. A trace function raises the interrupt at the n-th bytecode that
+the runtime executes, for every n, or for some n if a path is long."""
 
 from __future__ import annotations
 
@@ -30,7 +31,16 @@ KEEPS_STATE = {
     for room, names in {
         "entries": ("autograd_function", "bound_parameter", "call_cache", "dispatch", "grad", "module"),
         "native": ("bound_state", "library", "memory", "plan", "tensor_values", "variant"),
-        "training": ("checkpoint_contents", "eager_state", "gradient_hooks", "loss_scale", "param_groups", "rng_state", "state", "step"),
+        "training": (
+            "checkpoint_contents",
+            "eager_state",
+            "gradient_hooks",
+            "loss_scale",
+            "param_groups",
+            "rng_state",
+            "state",
+            "step",
+        ),
     }.items()
     for name in names
 }
@@ -60,7 +70,8 @@ def interrupted(call: Callable[[], Any], at: int) -> bool:
         return True
     finally:
         sys.settrace(before)
-        torch.set_grad_enabled(grad)  # CPython checks no signals between the end of a with block and its __exit__; a trace function can raise there
+        # CPython checks no signals between the end of a with block and its __exit__; a trace function can raise there
+        torch.set_grad_enabled(grad)
     return False
 
 
@@ -80,10 +91,17 @@ def _alike(step: Any, twin: Any) -> None:
 
 
 def _at_bytecodes(
-    step: Any, data: Callable[[int], Any], *, update: bool = True, waiting: bool = False, before: Callable[[Any], Any] | None = None, stride: int = 1
+    step: Any,
+    data: Callable[[int], Any],
+    *,
+    update: bool = True,
+    waiting: bool = False,
+    before: Callable[[Any], Any] | None = None,
+    stride: int = 1,
 ) -> int:
-    """Call ``step`` until a call is not interrupted, each time ``stride`` bytecodes later. A twin repeats, uninterrupted, the calls that the counters
-    show. Use a ``stride`` above 1 if a call is long. The calls must include an interrupt before native code, one after it, and none."""
+    """Call ``step`` until a call is not interrupted, each time ``stride`` bytecodes later. A twin repeats,
+    uninterrupted, the calls that the counters show. Use a ``stride`` above 1 if a call is long. The calls must include
+    an interrupt before native code, one after it, and none."""
     twin = copy.deepcopy(step)
     for own in (step, twin):
         everything(own)  # once you hold the tensors, calls check fully until one has succeeded
@@ -303,7 +321,10 @@ def test_a_gradient_function() -> None:
     calls: dict[str, Callable[[Any, int], Any]] = {
         "again": lambda own, at: own(inputs[0]),
         "sizes": lambda own, at: own(inputs[at % 2]),
-        "moved": lambda own, at: (setattr(own.parameters["0.layer.weight"], "data", values[at % 2].clone()), own(inputs[at % 3 % 2])),
+        "moved": lambda own, at: (
+            setattr(own.parameters["0.layer.weight"], "data", values[at % 2].clone()),
+            own(inputs[at % 3 % 2]),
+        ),
         "mode": lambda own, at: own.train(),
     }
     for name, call in calls.items():

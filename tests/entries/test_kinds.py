@@ -1,7 +1,7 @@
 """Kinds of programs: each is traced faithfully, or refused with the name and place of the obstacle.
 
-A few modules (:class:`Together`) hold the supported programs, so that each package is compiled once. Every kind has separate parameters and inputs,
-and is compared with eager separately.
+A few modules (:class:`Together`) hold the supported programs, so that each package is compiled once. Every kind has
+separate parameters and inputs, and is compared with eager separately.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ from aot_backward_runtime import ExportError, load
 from ..support import exports
 from ..support.oracle import assert_same, tensors
 
-pytestmark = pytest.mark.filterwarnings(  # torch's warnings: complex numbers, recomputation, and forward mode of torch.func
-    *("ignore:Torchinductor does not support code generation for complex", "ignore:`torch.jit.script` is deprecated", "ignore:.*use_reentrant"),
+# Torch's warnings: complex numbers, recomputation, and forward mode of torch.func
+pytestmark = pytest.mark.filterwarnings(
+    *(
+        "ignore:Torchinductor does not support code generation for complex",
+        "ignore:`torch.jit.script` is deprecated",
+        "ignore:.*use_reentrant",
+    ),
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # from Dynamo, which torch.cond and scan call
 )
 Forward = Callable[..., Any]
@@ -74,7 +79,9 @@ def observed(module: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, di
     for name in inputs:
         own = module.get_submodule(f"kinds.{name}")
         out[name] = {f"output[{i}]": t.detach().clone() for i, t in enumerate(tensors(value[name]))}
-        out[name] |= {f"grad of {n}": p.grad for n, p in own.named_parameters(remove_duplicate=False)} | {"grad of x": inputs[name].grad}
+        out[name] |= {f"grad of {n}": p.grad for n, p in own.named_parameters(remove_duplicate=False)} | {
+            "grad of x": inputs[name].grad
+        }
         out[name] |= {f"buffer {n}": b.detach().clone() for n, b in own.named_buffers()}
     return out
 
@@ -149,7 +156,9 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
-        return (2 * gradient @ w.t() if ctx.needs_input_grad[0] else None), (3 * x.t() @ gradient if ctx.needs_input_grad[1] else None)
+        return (2 * gradient @ w.t() if ctx.needs_input_grad[0] else None), (
+            3 * x.t() @ gradient if ctx.needs_input_grad[1] else None
+        )
 
 
 def hooked(register: Callable[[nn.Sequential], object]) -> nn.Module:
@@ -205,7 +214,10 @@ class Filtered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filter, self.mix = nn.Parameter(torch.randn(3, dtype=torch.complex64)), nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.filter, self.mix = (
+            nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+            nn.Parameter(torch.randn(4, 4, dtype=torch.complex64)),
+        )
         self.plane = nn.Parameter(torch.randn(2, 2))
         self.register_buffer("turn", torch.polar(torch.ones(2), torch.randn(2)))
 
@@ -390,7 +402,9 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "straight": lambda: Kind(lambda self, x: Straight.apply(x, self.w)),
         "operator": lambda: Kind(lambda self, x: own_operator(x @ self.w, 1.5)),
         "in_place": lambda: Kind(written_in_place),
-        "rounded": lambda: Kind(lambda self, x: [(x * self.b).to(torch.bfloat16).float() * self.w[0], x * (x * self.b).half().float()]),
+        "rounded": lambda: Kind(
+            lambda self, x: [(x * self.b).to(torch.bfloat16).float() * self.w[0], x * (x * self.b).half().float()]
+        ),
         "views": lambda: Kind(lambda self, x: [(x @ self.w).t(), x[1:], (x * self.b)[:, 1]]),
         "recomputed": lambda: recomputed(use_reentrant=False),
         "recomputed_by_reentry": lambda: recomputed(use_reentrant=True),
@@ -403,9 +417,15 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "output": lambda: hooked(lambda net: net[1].register_forward_hook(twice)),
         "output_of_the_whole": lambda: hooked(lambda net: net.register_forward_hook(twice)),
         "arguments": lambda: hooked(lambda net: net[1].register_forward_pre_hook(lambda m, args: (3 * args[0],))),
-        "backward": lambda: hooked(lambda net: net[1].register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))),
-        "backward_of_the_whole": lambda: hooked(lambda net: net.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))),
-        "backward_pre": lambda: hooked(lambda net: net[1].register_full_backward_pre_hook(lambda m, outputs: (2 * outputs[0],))),
+        "backward": lambda: hooked(
+            lambda net: net[1].register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))
+        ),
+        "backward_of_the_whole": lambda: hooked(
+            lambda net: net.register_full_backward_hook(lambda m, inputs, outputs: (2 * inputs[0],))
+        ),
+        "backward_pre": lambda: hooked(
+            lambda net: net[1].register_full_backward_pre_hook(lambda m, outputs: (2 * outputs[0],))
+        ),
     },
     "transforms": {
         "forces": Forces,
@@ -421,7 +441,9 @@ GROUPS: dict[str, dict[str, Callable[[], nn.Module]]] = {
         "causal": Causal,
         "windows": lambda: Kind(windows),
         "cumulative": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
-        "cumulative_3d": lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 1, 1)), nn.BatchNorm3d(2, momentum=None), nn.Flatten(1)),
+        "cumulative_3d": lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 2, 1, 1)), nn.BatchNorm3d(2, momentum=None), nn.Flatten(1)
+        ),
         "quantized": quantized,
         "learned_quantization": learned_quantization,
         "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
@@ -456,10 +478,15 @@ def compared(group: str) -> list[tuple[dict[str, dict[str, Any]], dict[str, dict
 
     def make(path: Path) -> None:
         rows = {"inputs": {name: {0: Dim("rows", min=2, max=32)} for name in GROUPS[group]}}
-        ab.export_module(together(group), (inputs(group, SIZES[0]),), dynamic_shapes=None if group in STATIC else rows, path=path)
+        ab.export_module(
+            together(group), (inputs(group, SIZES[0]),), dynamic_shapes=None if group in STATIC else rows, path=path
+        )
 
     loaded, eager = load(exports.shared(f"kinds-{group}", make)).module(), together(group)
-    return [(observed(loaded, inputs(group, n)), observed(eager, inputs(group, n))) for n in (SIZES[:1] if group in STATIC else SIZES)]
+    return [
+        (observed(loaded, inputs(group, n)), observed(eager, inputs(group, n)))
+        for n in (SIZES[:1] if group in STATIC else SIZES)
+    ]
 
 
 @pytest.mark.parametrize(("group", "name"), [(g, n) for g, kinds in GROUPS.items() for n in kinds])
@@ -615,14 +642,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Kind(keeps_half),
         r"saved_tensors_hooks with keeps_half\.<lambda> .* are entered in keeps_half \(test_",
     ),
-    "retain_grad": (lambda: Kind(retains), r"retain_grad\(\) is called in retains \(test_kinds\.py:\d+: h\.retain_grad\(\)\).*h = h \+ probe"),
-    "backward": (lambda: Kind(goes_backward), r"backward\(\) is called in goes_backward \(test_kinds\.py:\d+.*torch\.autograd\.grad instead"),
-    "requires_grad_ of an input": (lambda: Kind(asks_for_a_gradient), r"calls requires_grad_\(\) on its input 'x'.*x = x\.detach\(\)"),
+    "retain_grad": (
+        lambda: Kind(retains),
+        r"retain_grad\(\) is called in retains \(test_kinds\.py:\d+: h\.retain_grad\(\)\).*h = h \+ probe",
+    ),
+    "backward": (
+        lambda: Kind(goes_backward),
+        r"backward\(\) is called in goes_backward \(test_kinds\.py:\d+.*torch\.autograd\.grad instead",
+    ),
+    "requires_grad_ of an input": (
+        lambda: Kind(asks_for_a_gradient),
+        r"calls requires_grad_\(\) on its input 'x'.*x = x\.detach\(\)",
+    ),
     "a buffer assigned anew": (
         lambda: Assigns(assigns_a_buffer),
         r"assigns a new tensor to the buffer 'seen', in assigns_a_buffer \(test_kinds\.py:\d+: self\.seen = self\.seen \+ 1\).*self\.seen\.copy_",
     ),
-    "a plain tensor changed": (lambda: Assigns(changes_a_plain_tensor), r"the forward changes the attribute 'scale' in place, in changes_a_plain_t"),
+    "a plain tensor changed": (
+        lambda: Assigns(changes_a_plain_tensor),
+        r"the forward changes the attribute 'scale' in place, in changes_a_plain_t",
+    ),
     "statistics in a list": (
         lambda: Assigns(lambda self, h: nn.functional.batch_norm(h, *self.stats, training=True)),
         r"the forward changes the attribute 'stats\[0\]' and the attribute 'stats\[1\]' in place, in <lambda> \(test_kinds.*register_buffer",
@@ -639,7 +678,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(lambda self, h: h * self.trained),
         r"uses the attribute 'trained', which requires a gradient",
     ),
-    "a number changed": (lambda: Assigns(counts), r"output\[0\] is wrong: .*The forward changes 'calls', which a package does not store"),
+    "a number changed": (
+        lambda: Assigns(counts),
+        r"output\[0\] is wrong: .*The forward changes 'calls', which a package does not store",
+    ),
     "a decision by value": (
         lambda: Assigns(decides),
         r"in decides \(test_kinds\.py:\d+: if h\.sum\(\) > 0:\)\. It reads the value of a tensor.*torch\.where or torch\.cond",
@@ -653,7 +695,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"; in forward of '1' \(MovingAverageMinMaxObserver\)\. It reads the value of a tensor",
     ),
     "a distribution that checks": (
-        lambda: Assigns(lambda self, h: torch.distributions.Normal(h, h.exp(), validate_args=True).rsample()),  # Dynamo turns the default off
+        # Dynamo turns the default off
+        lambda: Assigns(lambda self, h: torch.distributions.Normal(h, h.exp(), validate_args=True).rsample()),
         r"in <lambda> \(test_kinds\.py:\d+: .*\. torch\.distributions checks the range .*: pass validate_args=False",
     ),
     "numbers of Python's": (
@@ -672,8 +715,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Assigns(lambda self, h: h * h.sum().item()),
         r"aten\._local_scalar_dense\.default returns a number that depends on the val",
     ),
-    "a loop": (lambda: Kind(looped), r"while_loop_stack_output returns a result with a size that depends on the values"),
-    "sparse gradients": (lambda: Looked(), r"gradient of table\.weight: expected a dense tensor .*, got layout torch\.sparse_coo.*Omit sparse=True"),
+    "a loop": (
+        lambda: Kind(looped),
+        r"while_loop_stack_output returns a result with a size that depends on the values",
+    ),
+    "sparse gradients": (
+        lambda: Looked(),
+        r"gradient of table\.weight: expected a dense tensor .*, got layout torch\.sparse_coo.*Omit sparse=True",
+    ),
     "TorchScript within": (
         lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
         r"the submodule '0' is TorchScript, .*: use the original nn\.Module, without torch\.jit\.script",
@@ -689,7 +738,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "TorchScript": (lambda: torch.jit.script(nn.Linear(4, 4)), r"the module is TorchScript"),
     "a lazy module": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet: call the module once"),
     "a subclass of Tensor": (lambda: doubled_parameter(), r"w is a TwoTensor; a package takes plain tensors"),
-    "a wrapper": (lambda: nn.Sequential(nn.DataParallel(nn.Linear(4, 4))), r"the submodule '0' is a DataParallel: export the module that it wraps"),
+    "a wrapper": (
+        lambda: nn.Sequential(nn.DataParallel(nn.Linear(4, 4))),
+        r"the submodule '0' is a DataParallel: export the module that it wraps",
+    ),
 }
 
 
@@ -739,7 +791,9 @@ def test_a_size_that_torch_geometric_reads_from_values(tmp_path: Path, monkeypat
 def test_a_hook_on_every_module_is_refused(tmp_path: Path) -> None:
     handle = nn.modules.module.register_module_forward_hook(twice)
     try:
-        with pytest.raises(ExportError, match=r"the hook twice \(test_kinds\.py:\d+\) is registered globally, for all modules"):
+        with pytest.raises(
+            ExportError, match=r"the hook twice \(test_kinds\.py:\d+\) is registered globally, for all modules"
+        ):
             ab.export_module(nn.Linear(4, 4), (X,), path=tmp_path / "no.pt2")
     finally:
         handle.remove()
@@ -793,12 +847,19 @@ def test_grad_mode_around_the_export(mode: Callable[[], Any], tmp_path: Path) ->
 def test_a_loss_that_closes_over_tensors_instead_of_modules(tmp_path: Path) -> None:
     weight, layers, linear = nn.Parameter(torch.ones(4)), [nn.Linear(4, 4)], nn.Linear(4, 4)
     for loss, name in ((lambda x: (x * weight).sum(), "weight"), (lambda x: layers[0](x).sum(), "layers")):
-        with pytest.raises(ExportError, match=rf"the function closes over '{name}', and its tensors require gradients.*Close over the module"):
+        with pytest.raises(
+            ExportError,
+            match=rf"the function closes over '{name}', and its tensors require gradients.*Close over the module",
+        ):
             ab.export_grad(loss, (X,), path=tmp_path / "no.pt2")
     with pytest.raises(ExportError, match=r"closes over 'GLOBAL'"):
         ab.export_grad(lambda x: (x * GLOBAL).sum(), (X,), path=tmp_path / "no.pt2")
     # an attribute that is called like the global
-    ab.export_grad(lambda x: (linear(x) + getattr(linear, "GLOBAL", 0) + (linear.GLOBAL if x.dim() > 9 else 0)).sum(), (X,), path=tmp_path / "g.pt2")
+    ab.export_grad(
+        lambda x: (linear(x) + getattr(linear, "GLOBAL", 0) + (linear.GLOBAL if x.dim() > 9 else 0)).sum(),
+        (X,),
+        path=tmp_path / "g.pt2",
+    )
 
 
 GLOBAL = nn.Parameter(torch.ones(4))

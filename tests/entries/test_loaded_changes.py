@@ -76,7 +76,12 @@ def net() -> Net:
 def package() -> Path:
     def make(path: Path) -> None:
         x = torch.randn(1, 4).expand(3, 4).requires_grad_()
-        entries = {"net": (net(), (x,)), "shares": (Shares(), (x,)), "two": (Two(), (x, 1.0)), "counts": (Counts(), (x,))}
+        entries = {
+            "net": (net(), (x,)),
+            "shares": (Shares(), (x,)),
+            "two": (Two(), (x, 1.0)),
+            "counts": (Counts(), (x,)),
+        }
         ab.export(path, {n: ab.Module(m, [ab.Variant(args)]) for n, (m, args) in entries.items()})
 
     return exports.shared("changes", make)
@@ -98,7 +103,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "replaced": (lambda m: setattr(m, "body", nn.Identity()), "'body' of a loaded module cannot be changed"),
     "replaced within": (lambda m: setattr(m.body, "1", nn.Identity()), "'1' of a loaded module cannot be changed"),
     "hook": (lambda m: m.body.register_forward_hook(print), "a hook on a submodule of a loaded module would never run"),
-    "backward hook": (lambda m: m.body.register_full_backward_hook(print), "a hook on a submodule of a loaded module would never run"),
+    "backward hook": (
+        lambda m: m.body.register_full_backward_hook(print),
+        "a hook on a submodule of a loaded module would never run",
+    ),
     "called": (lambda m: m.body(torch.ones(3, 4)), "cannot be called: export it as its own entry"),
 }
 

@@ -51,7 +51,11 @@ def package() -> Path:
 
         entries = {
             "net": ab.Module(
-                net, [ab.Variant((x,), dynamic_shapes={"x": rows}, requires_grad=["x", "parameters"], mode=m) for m in ("train", "eval")]
+                net,
+                [
+                    ab.Variant((x,), dynamic_shapes={"x": rows}, requires_grad=["x", "parameters"], mode=m)
+                    for m in ("train", "eval")
+                ],
             ),
             "fit": ab.Grad(loss, [ab.Variant((x, y), dynamic_shapes={"x": rows, "y": rows})], wrt="parameters"),
         }
@@ -230,7 +234,8 @@ def test_entries_of_a_package_share_weights(package: Path) -> None:
 
 
 def test_a_buffer_that_native_code_wrote_has_a_new_version(model: nn.Module) -> None:
-    """If the buffer was saved for a backward, eager's error is raised. Autograd does not see a write through a pointer."""
+    """If the buffer was saved for a backward, eager's error is raised. Autograd does not see a write through a
+    pointer."""
     scale = torch.ones(16, requires_grad=True)
     product = scale * model.get_buffer("body.1.running_mean")
     model(torch.randn(4, 6))
@@ -267,7 +272,10 @@ def test_under_distributed_data_parallel(model: nn.Module) -> None:
     try:
         eager = small()
         x = torch.randn(4, 6)
-        assert_same(run(nn.parallel.DistributedDataParallel(model), (x,), 2), run(nn.parallel.DistributedDataParallel(eager), (x,), 2))
+        assert_same(
+            run(nn.parallel.DistributedDataParallel(model), (x,), 2),
+            run(nn.parallel.DistributedDataParallel(eager), (x,), 2),
+        )
     finally:
         distributed.destroy_process_group()
 
@@ -294,7 +302,8 @@ def test_within_a_transform_that_does_not_reach_it(model: nn.Module) -> None:
 
 
 def test_bound_by_pointer_not_by_value(tmp_path: Path) -> None:
-    """Export with every weight at one and every bias at zero, then run at random values: a folded constant would show."""
+    """Export with every weight at one and every bias at zero, then run at random values: a folded constant would
+    show."""
     net = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     random = copy.deepcopy(net).state_dict()
     with torch.no_grad():

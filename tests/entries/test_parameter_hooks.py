@@ -1,5 +1,5 @@
-"""Gradient hooks on parameters, set before the export or on a loaded entry, run as in eager or are refused by name. Your own parameters keep their
-hooks."""
+"""Gradient hooks on parameters, set before the export or on a loaded entry, run as in eager or are refused by name.
+Your own parameters keep their hooks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_hooks_from_before_the_export_are_traced(package: Path) -> None:
 
 
 def test_hooks_on_a_loaded_gradient_function(package: Path) -> None:
-    """They run as under ``torch.autograd.grad``: in order, once. None keeps the gradient, and a handle removes the hook."""
+    """They run as under ``torch.autograd.grad``: in order, once. None keeps the gradient, and a handle removes the
+    hook."""
     loss, net = both(package)
     kept: list[torch.Tensor] = []
     hooks: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
@@ -108,7 +109,8 @@ def test_hooks_on_a_loaded_gradient_function(package: Path) -> None:
             handle.remove()
         for x in (X, Y):
             torch.testing.assert_close(loss(x)[1], eager_gradients(net, x))
-    assert len(kept) == 12 and not torch.equal(kept[0], kept[2])  # of X and of Y: a gradient that a hook keeps does not change
+    # Of X and of Y: a gradient that a hook keeps does not change
+    assert len(kept) == 12 and not torch.equal(kept[0], kept[2])
     torch.testing.assert_close(kept[0], kept[1])
 
 
@@ -185,7 +187,11 @@ def test_hooks_on_a_loaded_step(package: Path) -> None:
 
     train()
     sides: list[Any] = [step.parameters, dict(net.named_parameters(remove_duplicate=False))]
-    hooks = [("b.weight", lambda g: g.clamp(max=0.02)), ("c.bias", lambda g: None), ("c.bias", lambda g: g.clamp_(-0.3, 0.3))]
+    hooks = [
+        ("b.weight", lambda g: g.clamp(max=0.02)),
+        ("c.bias", lambda g: None),
+        ("c.bias", lambda g: g.clamp_(-0.3, 0.3)),
+    ]
     handles = [side[name].register_hook(hook) for side in sides for name, hook in hooks]
     train()
 
@@ -223,7 +229,11 @@ MOVES: dict[str, Callable[[Any], object]] = {
     "an alias of its own": lambda w: w.detach().set_(torch.rand(w.shape)),
     "share_memory_": lambda w: w.share_memory_(),
     "a larger storage": lambda w: w.untyped_storage().resize_(4096),
-    "a storage shrunk and grown": lambda w: (w.untyped_storage().resize_(0), w.untyped_storage().resize_(4096), w.fill_(0.5)),
+    "a storage shrunk and grown": lambda w: (
+        w.untyped_storage().resize_(0),
+        w.untyped_storage().resize_(4096),
+        w.fill_(0.5),
+    ),
     "t_": lambda w: w.t_(),
     "transpose_": lambda w: torch.Tensor.transpose_(w, 0, 1),
     "as_strided_": lambda w: torch.as_strided_(w, w.shape, (1, w.shape[0])),
@@ -248,7 +258,11 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
     for name, move in MOVES.items():
         with torch.no_grad():
             move(weight)
-            fits = weight.shape == size and weight.is_contiguous() and weight.untyped_storage().nbytes() >= 4 * size.numel()
+            fits = (
+                weight.shape == size
+                and weight.is_contiguous()
+                and weight.untyped_storage().nbytes() >= 4 * size.numel()
+            )
         if not fits:
             with pytest.raises(WeightsError, match=r"has strides|has shape|its storage holds"):
                 call()
@@ -272,21 +286,26 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
             call()
 
 
-LARGE = 1 << 26  # bytes: the allocator maps this much anew each time, and Linux reuses the address of the last unmapped block
+# Bytes: the allocator maps this much anew each time, and Linux reuses the address of the last unmapped block
+LARGE = 1 << 26
 TRIES = 25
 
 
 @pytest.mark.parametrize("size", [16, LARGE])
 @pytest.mark.parametrize("kind", ["loss", "fit", "module"])
 def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: Path) -> None:
-    """Compiled code holds the old storage, whose former address the new one has. Operators that it calls would read the old one."""
+    """Compiled code holds the old storage, whose former address the new one has. Operators that it calls would read the
+    old one."""
     if kind == "module":
         loaded: Any = load(exports.module("mlp", dynamic=False)).module()
         x = torch.randn(3, 8)
         weights, call = [p for p in loaded.parameters() if p.dim() == 2], lambda: loaded(x)
     else:
         loaded = load(package).grad() if kind == "loss" else load(package).step()
-        weights, call = [loaded.parameters["c.weight"]], lambda: loaded(X, **({"update": False} if kind == "fit" else {}))
+        weights, call = (
+            [loaded.parameters["c.weight"]],
+            lambda: loaded(X, **({"update": False} if kind == "fit" else {})),
+        )
     with torch.no_grad():
         for weight in weights:
             value = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
@@ -326,7 +345,10 @@ def test_a_parameter_that_is_none() -> None:
 
 def entries(net: nn.Module, kind: str) -> dict[str, Any]:
     variants = [ab.Variant((X,))]
-    made: dict[str, Any] = {"grad": lambda: ab.Grad(net, variants), "step": lambda: ab.Step(net, variants, optimizer_of(net))}
+    made: dict[str, Any] = {
+        "grad": lambda: ab.Grad(net, variants),
+        "step": lambda: ab.Step(net, variants, optimizer_of(net)),
+    }
     return {kind: made.get(kind, lambda: ab.Module(net, variants))()}
 
 
@@ -354,21 +376,36 @@ def attached(net: Tied, how: str) -> Any:
 
 
 REFUSED = {
-    ("before", "module"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*attached.*on the loaded one, module\(\)\.get_parameter",
-    ("before", "grad"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*on the loaded one, grad\(\)\.parameters\['c\.weight'\]",
+    (
+        "before",
+        "module",
+    ): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*attached.*on the loaded one, module\(\)\.get_parameter",
+    (
+        "before",
+        "grad",
+    ): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*on the loaded one, grad\(\)\.parameters\['c\.weight'\]",
     (
         "before",
         "step",
     ): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook.*on the loaded one, step\(\)\.parameters\['c\.weight'\] of a",
     ("after", "grad"): r"the AccumulateGrad node of the parameter 'c\.weight' has a hook",
-    ("accumulated", "module"): r"'c\.weight' has a post-accumulate-grad hook, .*module\(\)\.get_parameter\('c\.weight'\)",
+    (
+        "accumulated",
+        "module",
+    ): r"'c\.weight' has a post-accumulate-grad hook, .*module\(\)\.get_parameter\('c\.weight'\)",
     ("accumulated", "step"): r"'c\.weight' has a post-accumulate-grad hook, .*Export without it$",
-    ("clamp", "module"): r"'c\.weight' has a gradient hook, attached.*once, on the sum over all uses of the parameter.*module\(\)\.get_parameter",
+    (
+        "clamp",
+        "module",
+    ): r"'c\.weight' has a gradient hook, attached.*once, on the sum over all uses of the parameter.*module\(\)\.get_parameter",
     (
         "nothing",
         "grad",
     ): r"on the parameter 'c\.weight': expected a gradient to be returned, got None.*or export without it.*grad\(\)\.parameters\['c\.weight'\]",
-    ("writes", "grad"): r"on the parameter 'c\.weight' changes a tensor in place: this would happen once, while tracing",
+    (
+        "writes",
+        "grad",
+    ): r"on the parameter 'c\.weight' changes a tensor in place: this would happen once, while tracing",
     ("decides", "step"): r"could not be traced: .*it reads a tensor's value in Python: use torch\.where",
     ("shape", "grad"): r"returns torch\.float32 \(4,\); expected torch\.float32 \(4, 4\)",
 }
@@ -396,7 +433,8 @@ def test_what_could_not_run_is_refused_and_stays_where_it_is(how: str, kind: str
 
 @pytest.mark.parametrize("kind", ["module", "grad", "step", "failing"])
 def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_path: Path) -> None:
-    """This covers their ``.grad``, the accumulation nodes, a graph that is not yet differentiated and weak references, also if the export fails."""
+    """This covers their ``.grad``, the accumulation nodes, a graph that is not yet differentiated and weak references,
+    also if the export fails."""
     pytest.importorskip("onnxruntime")
 
     class Counts(Tied):
@@ -421,8 +459,18 @@ def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_pat
     else:
         ab.export_onnx(tmp_path / "net.onnx", entries(net, kind))
     for p, (i, address, version, grad, required, hooks), value in zip(net.parameters(), before, values, strict=True):
-        assert id(p) == i and p.data_ptr() == address and p.grad is grad and p.requires_grad == required and p._backward_hooks is hooks
-        assert torch.equal(p, value) and torch.equal(p.grad, torch.ones_like(p)) and (kind == "step" or p._version == version)
+        assert (
+            id(p) == i
+            and p.data_ptr() == address
+            and p.grad is grad
+            and p.requires_grad == required
+            and p._backward_hooks is hooks
+        )
+        assert (
+            torch.equal(p, value)
+            and torch.equal(p.grad, torch.ones_like(p))
+            and (kind == "step" or p._version == version)
+        )
     fired: list[int] = []
     for i, node in enumerate(nodes):
         node.register_prehook(lambda grads, i=i: fired.append(i))
@@ -432,7 +480,9 @@ def test_an_export_leaves_the_callers_parameters_as_they_were(kind: str, tmp_pat
         assert sorted(fired) == list(range(len(nodes)))
 
 
-def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check does not rely on finding hooks by name."""
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr("aot_backward.capture.user_code.hooks.on_accumulation", lambda parameter: [])
@@ -440,7 +490,8 @@ def test_what_hangs_on_a_node_in_other_ways_is_found_by_a_real_backward(tmp_path
         net = Tied()
         node = attached(net, "before")
         with pytest.raises(
-            ExportError, match=r"the gradient of c\.weight that backward\(\) leaves in \.grad differs by .* from the result of torch\.autograd\.grad"
+            ExportError,
+            match=r"the gradient of c\.weight that backward\(\) leaves in \.grad differs by .* from the result of torch\.autograd\.grad",
         ):
             ab.export_onnx(tmp_path / "net.onnx", entries(net, kind))
         del node

@@ -34,10 +34,21 @@ def make(path: Path) -> None:
     def means(x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"mean": net[0](x).mean()}
 
-    step = ab.Step(net, [ab.Variant((X, Y))], torch.optim.Adam(net.parameters(), lr=0.01), loss_fn=nn.functional.mse_loss, accumulate=True)
+    step = ab.Step(
+        net,
+        [ab.Variant((X, Y))],
+        torch.optim.Adam(net.parameters(), lr=0.01),
+        loss_fn=nn.functional.mse_loss,
+        accumulate=True,
+    )
     ab.export(
         path,
-        {"net": ab.Module(net, both), "loss": ab.Grad(loss, args, wrt="x"), "means": ab.Function(means, args), "fit": step},
+        {
+            "net": ab.Module(net, both),
+            "loss": ab.Grad(loss, args, wrt="x"),
+            "means": ab.Function(means, args),
+            "fit": step,
+        },
         metadata={"by": "us"},
     )
 
@@ -123,7 +134,9 @@ def test_a_package_with_changed_weights(again: Any, package: Any) -> None:
     assert other.module() is not package.module()
 
 
-def test_in_another_process_with_another_working_directory(package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_another_process_with_another_working_directory(
+    package: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(package.path.parent)
     loaded = load(package.path.name).function()
     (tmp_path / "means.pickle").write_bytes(pickle.dumps(loaded))
@@ -137,7 +150,10 @@ def test_another_file_in_its_place_is_refused(package: Any, tmp_path: Path) -> N
     path = Path(shutil.copy(package.path, tmp_path / "a.pt2"))
     data = pickle.dumps(load(path).function())
     shutil.copy(exports.module("mlp", dynamic=False), path)
-    with pytest.raises(PackageError, match=r"a.pt2: expected the file that was pickled, manifest SHA-256 \w{64}, got \w{64}\. Restore that file"):
+    with pytest.raises(
+        PackageError,
+        match=r"a.pt2: expected the file that was pickled, manifest SHA-256 \w{64}, got \w{64}\. Restore that file",
+    ):
         pickle.loads(data)
     path.unlink()
     with pytest.raises(PackageError, match=r"a\.pt2"):

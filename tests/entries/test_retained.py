@@ -58,7 +58,11 @@ def test_it_writes_over_what_nobody_else_sees(package: Path) -> None:
     (variant,) = manifest.entries["module"].variants
     assert "consumes" in manifest.required_features
     assert variant.forward is not None and variant.backward is not None
-    visible = {*variant.forward.outputs, *(s for s in variant.forward.saved if s.startswith("input")), *variant.forward.watched}
+    visible = {
+        *variant.forward.outputs,
+        *(s for s in variant.forward.saved if s.startswith("input")),
+        *variant.forward.watched,
+    }
     consumed = {variant.forward.saved[i] for i in variant.backward.consumes}
     assert len(consumed) >= 4 and consumed.isdisjoint(visible)
 

@@ -51,7 +51,15 @@ class Energy(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ELU(), nn.MaxPool2d(2), nn.Conv2d(6, 3, 3), nn.Flatten(), nn.Linear(12, 4)]
+    layers = [
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ELU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 3, 3),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -64,7 +72,12 @@ def made(kind: Callable[[], nn.Module]) -> nn.Module:
 def package() -> Path:
     def make(path: Path) -> None:
         rows = {0: Dim("rows", min=2, max=100)}
-        critic = ab.Variant((torch.randn(6, 5), torch.ones(6)), dynamic_shapes=(rows, rows), requires_grad=["x", "parameters"], mode="train")
+        critic = ab.Variant(
+            (torch.randn(6, 5), torch.ones(6)),
+            dynamic_shapes=(rows, rows),
+            requires_grad=["x", "parameters"],
+            mode="train",
+        )
         energy = ab.Variant((torch.randn(4, 3, requires_grad=True),))
         image = ab.Variant((torch.randn(3, 2, 8, 8, requires_grad=True),))
         ab.export(
@@ -81,7 +94,9 @@ def package() -> Path:
     return exports.shared("second-order", make)
 
 
-def beside(package: Path, entry: str, kind: Callable[[], nn.Module], use: Callable[[nn.Module], dict[str, Any]]) -> None:
+def beside(
+    package: Path, entry: str, kind: Callable[[], nn.Module], use: Callable[[nn.Module], dict[str, Any]]
+) -> None:
     """Compare ``use`` of the loaded module and of eager: its results, every ``.grad`` and every buffer."""
     results = []
     for module in (load(package).module(entry), made(kind)):
@@ -167,7 +182,9 @@ def test_convolutions_and_batch_statistics(package: Path) -> None:
         incoming = torch.randn(3, 4, requires_grad=True)
         gradients = torch.autograd.grad(module(x), [x, *module.parameters()], incoming, create_graph=True)
         sum((g * torch.cos(g)).sum() for g in gradients).backward()
-        return {"grad of x": x.grad, "grad of incoming": incoming.grad} | {f"gradient {i}": g for i, g in enumerate(gradients)}
+        return {"grad of x": x.grad, "grad of incoming": incoming.grad} | {
+            f"gradient {i}": g for i, g in enumerate(gradients)
+        }
 
     beside(package, "image", convolutions, double)
 
@@ -189,8 +206,8 @@ def test_batched_gradients(package: Path) -> None:
 
 
 def test_some_outputs_and_some_parameters(package: Path) -> None:
-    """Only one output gets an incoming gradient, and frozen parameters get none. Parameters that only the other output reaches get zeros, not eager's
-    None."""
+    """Only one output gets an incoming gradient, and frozen parameters get none. Parameters that only the other output
+    reaches get zeros, not eager's None."""
 
     def partial(module: nn.Module) -> dict[str, Any]:
         module.first.requires_grad_(False)
@@ -198,7 +215,9 @@ def test_some_outputs_and_some_parameters(package: Path) -> None:
         features = module(x, torch.ones(4))["features"]
         names = ["second.weight", "head.weight", "unused"]
         parameters = dict(module.named_parameters())
-        gradients = torch.autograd.grad(features.pow(2).sum(), [parameters[n] for n in names], create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            features.pow(2).sum(), [parameters[n] for n in names], create_graph=True, allow_unused=True
+        )
         gradients[0].pow(2).sum().backward()
         for parameter in module.head.parameters():
             assert parameter.grad is None or not parameter.grad.any()
@@ -221,7 +240,8 @@ def test_the_third_derivative_is_refused(package: Path) -> None:
         first.sum().backward()
     (first,) = torch.autograd.grad(once(x), x, create_graph=True)
     for asked in (x, *once.parameters()):
-        with pytest.raises(GradientError, match="export the module with order=2"):  # an error, not None as for a missing path
+        # An error, not None as for a missing path
+        with pytest.raises(GradientError, match="export the module with order=2"):
             torch.autograd.grad(first.sum(), asked, allow_unused=True, retain_graph=True)
 
 
@@ -241,10 +261,14 @@ def test_what_has_no_second_derivative(tmp_path: Path) -> None:
     with pytest.raises(ab.ExportError, match=r"order=2: .*sdpa_kernel\(SDPBackend.MATH\)"):
         ab.export_module(attention, (x,), order=2, path=tmp_path / "a.pt2")
     rows, net = {0: Dim("rows", min=2, max=100)}, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-    with pytest.raises(ab.ExportError, match=r"order=2: expected a second derivative for every size of rows, .* for one size only"):
+    with pytest.raises(
+        ab.ExportError, match=r"order=2: expected a second derivative for every size of rows, .* for one size only"
+    ):
         ab.export_module(net, (torch.randn(3, 4),), dynamic_shapes=(rows,), order=2, path=tmp_path / "a.pt2")
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-    with pytest.raises(ab.ExportError, match=r"order=2: the gradients depend on the buffer 'parametrizations\.weight\.0\._[uv]', which"):
+    with pytest.raises(
+        ab.ExportError, match=r"order=2: the gradients depend on the buffer 'parametrizations\.weight\.0\._[uv]', which"
+    ):
         ab.export_module(spectral.train(), (x,), order=2, path=tmp_path / "a.pt2")
     with pytest.raises(ab.ExportError, match="order is 0; expected 1 "):
         ab.export_module(nn.Linear(8, 8), (x,), order=0, path=tmp_path / "a.pt2")

@@ -1,5 +1,5 @@
-"""Memory that its address misrepresents: inputs inside memory that a call writes, storages that became too small at a known address, results that
-share memory (docs/reliability.md, rows 42 to 44)."""
+"""Memory that its address misrepresents: inputs inside memory that a call writes, storages that became too small at a
+known address, results that share memory (docs/reliability.md, rows 42 to 44)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def test_an_input_that_lies_in_what_the_call_writes_is_refused(warm: bool) -> No
         for buffer in buffers:
             before = buffer.detach().clone()
             for what, view in slices(buffer.detach()).items():
-                with pytest.raises(InputError, match=r"(x|target) shares memory with \S*seen, which the call updates in place: pass a copy"):
+                with pytest.raises(
+                    InputError,
+                    match=r"(x|target) shares memory with \S*seen, which the call updates in place: pass a copy",
+                ):
                     call(view)
                 assert torch.equal(buffer, before), (door, what)
                 call(view.clone())
@@ -177,7 +180,10 @@ def test_results_that_share_memory_in_eager_share_it(gradients: bool) -> None:
                     out[written].mul_(3)
             for name in mine:
                 torch.testing.assert_close(mine[name].detach(), theirs[name].detach(), msg=f"{written}, {name}")
-                assert mine[name].stride() == theirs[name].stride() and mine[name].requires_grad == theirs[name].requires_grad
+                assert (
+                    mine[name].stride() == theirs[name].stride()
+                    and mine[name].requires_grad == theirs[name].requires_grad
+                )
             versions = {mine[name]._version for name in (*family, "wide")}
             assert len(versions) == 1 and versions != {0}
     if gradients:
@@ -197,7 +203,9 @@ def test_results_that_share_a_part_are_refused(tmp_path: Path) -> None:
             h = x.sin()
             return h[:3], h[1:]
 
-    with pytest.raises(ab.ExportError, match=r"output\[0\] and output\[1\] share a part of their memory.*return a \.clone\(\) of one"):
+    with pytest.raises(
+        ab.ExportError, match=r"output\[0\] and output\[1\] share a part of their memory.*return a \.clone\(\) of one"
+    ):
         ab.export_module(Parts(), (torch.randn(4, 4),), path=tmp_path / "no.pt2")
 
 
@@ -208,7 +216,12 @@ def test_stretches_of_memory_are_compared_by_sorting() -> None:
     for _ in range(2_000):
         begins = [generator.randrange(40) for _ in range(generator.randint(1, 6))]
         counts = [generator.randrange(8) for _ in begins]
-        meet = [(i, j) for i in range(len(begins)) for j in range(i) if max(begins[i], begins[j]) < min(begins[i] + counts[i], begins[j] + counts[j])]
+        meet = [
+            (i, j)
+            for i in range(len(begins))
+            for j in range(i)
+            if max(begins[i], begins[j]) < min(begins[i] + counts[i], begins[j] + counts[j])
+        ]
         assert are_apart(begins, counts) == (not meet)
         found[bool(meet)] += 1
         tensors = [buffer[b : b + n] for b, n in zip(begins, counts, strict=True)]

@@ -1,5 +1,5 @@
-"""Variants for subsets of inputs and parameters that require grad compute nothing for the rest. A call uses the smallest variant that covers its
-tensors that require grad."""
+"""Variants for subsets of inputs and parameters that require grad compute nothing for the rest. A call uses the
+smallest variant that covers its tensors that require grad."""
 
 from __future__ import annotations
 
@@ -53,7 +53,14 @@ def exported() -> Path:
     def make(path: Path) -> None:
         x, y = torch.randn(3, 6), torch.randn(3, 4)
         rows = {0: Dim("rows", min=2, max=1000)}
-        ab.export(path, {"net": ab.Module(net(), [ab.Variant((x, y), dynamic_shapes=(rows, rows), requires_grad=s) for s in SUBSETS])})
+        ab.export(
+            path,
+            {
+                "net": ab.Module(
+                    net(), [ab.Variant((x, y), dynamic_shapes=(rows, rows), requires_grad=s) for s in SUBSETS]
+                )
+            },
+        )
 
     return exports.shared("subsets", make)
 
@@ -90,7 +97,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ((), 4),
     ],
 )
-def test_the_smallest_variant_that_covers_serves(package: Path, served: list[str], needing: tuple[str, ...], variant: int) -> None:
+def test_the_smallest_variant_that_covers_serves(
+    package: Path, served: list[str], needing: tuple[str, ...], variant: int
+) -> None:
     model, eager = load(package).module(), net()
     for each in (model, eager):
         for name, parameter in each.named_parameters():
@@ -103,7 +112,8 @@ def test_the_smallest_variant_that_covers_serves(package: Path, served: list[str
 
 
 def test_parameters_that_take_turns_in_requiring_gradients(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator's step freezes the discriminator, and the discriminator's step thaws it, once a batch. The full check runs only once for each."""
+    """A generator's step freezes the discriminator, and the discriminator's step thaws it, once a batch. The full check
+    runs only once for each."""
     looked, check = list[str](), BoundState.check
     monkeypatch.setattr(BoundState, "check", lambda *given: looked.append("") or check(*given))
     loaded, eager = load(package).module("net"), net()
@@ -168,7 +178,9 @@ def test_nothing_is_computed_for_what_is_frozen(package: Path) -> None:
     counts = {}
     for name in archive.manifest.libraries:
         code = archive.library(name).read_bytes()
-        counts[name.partition(".")[2]] = sum(code.count(f"aoti_torch_cpu_{product}(buf".encode()) for product in ("mm_out", "addmm_out", "bmm_out"))
+        counts[name.partition(".")[2]] = sum(
+            code.count(f"aoti_torch_cpu_{product}(buf".encode()) for product in ("mm_out", "addmm_out", "bmm_out")
+        )
     # three layers: four products forward; backward one for each weight's gradient and one to reach the previous layer
     assert counts["0.forward"] == counts["1.forward"] == 4
     assert counts["0.backward"] == 4 + 3
@@ -181,7 +193,10 @@ def test_nothing_is_computed_for_what_is_frozen(package: Path) -> None:
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
     x, y = torch.randn(3, 6), torch.ones(3, 4, dtype=torch.int64)
     for names, message in (
-        (["heda"], r"requires_grad names 'heda', which is neither .* the inputs 'x', 'y' and the parameters 'body.0.weight'"),
+        (
+            ["heda"],
+            r"requires_grad names 'heda', which is neither .* the inputs 'x', 'y' and the parameters 'body.0.weight'",
+        ),
         (["y"], r"requires_grad names the input 'y', which is not a floating-point"),
         (["inputs", "tail.bias"], "requires_grad names 'tail.bias'"),
     ):
@@ -222,7 +237,9 @@ def test_what_has_no_gradient_needs_none(tmp_path: Path) -> None:
                 loaded(x.detach(), y)
 
 
-def test_gradients_that_another_thread_turns_off_meanwhile_are_not_forgotten(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_another_thread_turns_off_meanwhile_are_not_forgotten(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If parameters are frozen between a call's checks, the call may omit their gradients. A later call does not."""
     loaded, x, y = load(package).module("net"), torch.randn(3, 6), torch.randn(3, 4)
     find = module_call.differentiated

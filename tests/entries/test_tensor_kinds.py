@@ -1,5 +1,6 @@
-"""Tensors without plain memory (docs/reliability.md, rows 11, 12, 13 and 41), given to every kind of entry before and after a good call. Each raises
-a typed error that names it, or gives eager's numbers. All run in one subprocess, so that a signal is a failure."""
+"""Tensors without plain memory (docs/reliability.md, rows 11, 12, 13 and 41), given to every kind of entry before and
+after a good call. Each raises a typed error that names it, or gives eager's numbers. All run in one subprocess, so that
+a signal is a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def counts() -> Counts:
 
 
 def counting_package() -> Path:
-    """Return a package of :class:`Counts` on a tensor of (4, 4): the module ``net``, the gradient function ``loss``, the step ``fit``."""
+    """Return a package of :class:`Counts` on a tensor of (4, 4): the module ``net``, the gradient function ``loss``,
+    the step ``fit``."""
 
     def make(path: Path) -> None:
         net, inner = counts(), counts()
@@ -158,7 +160,8 @@ def test_a_kind_that_native_code_cannot_read_is_refused_by_name(script: str) -> 
 
 
 def test_batched_gradients() -> None:
-    """``is_grads_batched=True``, also through ``jacobian(vectorize=True)``, and ``vmap`` over ``torch.autograd.grad``, with and without the graph."""
+    """``is_grads_batched=True``, also through ``jacobian(vectorize=True)``, and ``vmap`` over ``torch.autograd.grad``,
+    with and without the graph."""
     net, eager = load(counting_package()).module("net"), counts()
     x, vectors = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, 4)
 

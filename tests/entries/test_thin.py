@@ -1,4 +1,5 @@
-"""The runtime's promise: a whole forward and backward without Dynamo, Inductor or a compiler. A second test proves that the first can fail."""
+"""The runtime's promise: a whole forward and backward without Dynamo, Inductor or a compiler. A second test proves that
+the first can fail."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import torch
 from ..support import exports, zoo
 
 FORBIDDEN = (
-    *("torch._dynamo", "torch._inductor", "sympy", "onnx", "click", "aot_backward", "aot_backward_exporters", "safetensors"),
+    *(
+        "torch._dynamo",
+        "torch._inductor",
+        "sympy",
+        "onnx",
+        "click",
+        "aot_backward",
+        "aot_backward_exporters",
+        "safetensors",
+    ),
     *("model_signing", "sigstore", "cryptography", "OpenSSL"),
 )
 
@@ -53,7 +63,11 @@ def _run(tmp_path: Path, name: str, first: str = "") -> subprocess.CompletedProc
         "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
     }
     return subprocess.run(
-        [sys.executable, "-c", script, str(package), str(inputs), str(expected)], capture_output=True, text=True, env=environment, timeout=900
+        [sys.executable, "-c", script, str(package), str(inputs), str(expected)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=900,
     )
 
 
@@ -83,7 +97,9 @@ def test_importing_the_library_is_light() -> None:
     script = "import sys, torch; base = set(sys.modules); import aot_backward; print(sorted(m for m in set(sys.modules) - base if 'aot' not in m))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
     loaded = done.stdout
-    assert done.returncode == 0 and "_dynamo" not in loaded and "_inductor" not in loaded and "sympy" not in loaded, done.stderr + loaded
+    assert done.returncode == 0 and "_dynamo" not in loaded and "_inductor" not in loaded and "sympy" not in loaded, (
+        done.stderr + loaded
+    )
 
 
 def test_the_facade_of_the_runtime_is_light_and_tells_its_names() -> None:

@@ -29,10 +29,17 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 def test_exported_with_one_thread_and_run_with_several(tmp_path: Path) -> None:
-    """If Inductor counts one thread it omits the protection against duplicate work, but still starts several: the mean loss was divided by the batch
-    once in each thread."""
+    """If Inductor counts one thread it omits the protection against duplicate work, but still starts several: the mean
+    loss was divided by the batch once in each thread."""
     torch.manual_seed(0)
-    body = [nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    body = [
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
     net = nn.Sequential(*body, nn.Flatten(), nn.Linear(64, 10))
     x, y = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
     torch.set_num_threads(1)
@@ -122,13 +129,15 @@ def summed(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_thread_and_little_work_make_no_team(tmp_path: Path) -> None:
-    """libgomp's team of one makes a system call at the end of each loop, and waking a second thread takes longer than a short loop. Inside another
-    team's thread the loops also run completely."""
+    """libgomp's team of one makes a system call at the end of each loop, and waking a second thread takes longer than a
+    short loop. Inside another team's thread the loops also run completely."""
     rows = ({0: Dim("rows", min=2)},)
     path = ab.export_grad(summed, (torch.randn(400, 300),), wrt="x", dynamic_shapes=rows, path=tmp_path / "summed.pt2")
     source, teams = tmp_path / "teams.c", tmp_path / "teams.so"
     source.write_text(_TEAMS)
-    subprocess.run([*compiler(), "-x", "c", str(source), "-shared", "-fPIC", "-fopenmp", "-o", str(teams), "-ldl"], check=True)
+    subprocess.run(
+        [*compiler(), "-x", "c", str(source), "-shared", "-fPIC", "-fopenmp", "-o", str(teams), "-ldl"], check=True
+    )
     done = python(_CALLS, path, teams, LD_PRELOAD=str(teams))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["0 True 0", "[]"]

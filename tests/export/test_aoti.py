@@ -1,4 +1,5 @@
-"""Native libraries: compiled code computes what the graph says, for any weights, and contains no trace of the machine that built it."""
+"""Native libraries: compiled code computes what the graph says, for any weights, and contains no trace of the machine
+that built it."""
 
 from __future__ import annotations
 
@@ -82,7 +83,11 @@ def capture(
             traced.graph.erase_node(node)
     traced.recompile()
     used = {str(node.target) for node in traced.graph.find_nodes(op="get_attr")}
-    keys = {attribute: ((ties or {}).get(attribute, attribute), value) for attribute, value in weights.items() if attribute in used}
+    keys = {
+        attribute: ((ties or {}).get(attribute, attribute), value)
+        for attribute, value in weights.items()
+        if attribute in used
+    }
     return Graph(name, traced, (), (), keys, len(traced.graph.nodes)), mode
 
 
@@ -158,7 +163,8 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Compiled]]:
-    """Yield the layer captured with all weights at one, and at zero with other symbols. Each is compiled in separate folders."""
+    """Yield the layer captured with all weights at one, and at zero with other symbols. Each is compiled in separate
+    folders."""
     out = []
     with pytest.MonkeyPatch.context() as patch:
         for fill, source in ((torch.ones, "a"), (torch.zeros, "b")):
@@ -169,7 +175,9 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
             patch.chdir(work)
             graph, mode = captured_layer(fill, source=source)
             key = compile._key(canonical_graph(graph, mode.shape_env), "cpu", graph)
-            artifact = compile.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[graph.name]
+            artifact = compile.compile_graphs([graph], folder=tmp_path_factory.mktemp("out"), fake_mode=mode)[
+                graph.name
+            ]
             assert list(work.iterdir()) == []
             assert {p.suffix for p in inductor.rglob("*") if p.is_file()} <= {".lock"}  # no probes of the processor
             out.append(Compiled(graph, artifact, key, root))
@@ -217,7 +225,11 @@ def test_library_is_lean_and_anonymous(compiled: list[Compiled]) -> None:
     assert b"unmatched dtype" not in data  # checks that our runtime makes earlier
     elf = read_elf(artifact.library)
     assert not elf.executable_stack
-    assert (artifact.needed, artifact.glibc, artifact.glibcxx) == (elf.needed, elf.versions["GLIBC"], elf.versions["GLIBCXX"])
+    assert (artifact.needed, artifact.glibc, artifact.glibcxx) == (
+        elf.needed,
+        elf.versions["GLIBC"],
+        elf.versions["GLIBCXX"],
+    )
     assert "libtorch_cpu.so" in artifact.needed
     with artifact.library.open("rb") as file:
         sections = ELFFile(file)
@@ -225,14 +237,18 @@ def test_library_is_lean_and_anonymous(compiled: list[Compiled]) -> None:
         assert sections.get_section_by_name(".note.gnu.build-id") is None
         tags = {tag.entry.d_tag for tag in sections.get_section_by_name(".dynamic").iter_tags()}
         assert not tags & {"DT_RPATH", "DT_RUNPATH"}
-        exported = {s.name for s in sections.get_section_by_name(".dynsym").iter_symbols() if s.entry.st_shndx != "SHN_UNDEF"}
+        exported = {
+            s.name for s in sections.get_section_by_name(".dynsym").iter_symbols() if s.entry.st_shndx != "SHN_UNDEF"
+        }
     assert all(name.startswith("AOTInductor") for name in exported)
 
 
 def test_loading_leaves_denormals_alone(compiled: list[Compiled]) -> None:
     """A library linked with crtfastmath.o sets flush-to-zero in the thread that loads it."""
     code = (
-        "import sys, torch; tiny = torch.tensor([1e-40])\ntorch._C._aoti.AOTIModelContainerRunnerCpu(sys.argv[1], 1)\nassert (tiny * 0.5).item() > 0"
+        "import sys, torch; tiny = torch.tensor([1e-40])\n"
+        "torch._C._aoti.AOTIModelContainerRunnerCpu(sys.argv[1], 1)\n"
+        "assert (tiny * 0.5).item() > 0"
     )
     subprocess.run([sys.executable, "-c", code, compiled[0].artifact.library], check=True)
 
@@ -251,7 +267,9 @@ def test_a_hit_runs_no_compiler(compiled: list[Compiled], monkeypatch: pytest.Mo
     assert again.constants == compiled[0].artifact.constants
 
 
-def test_another_exporter_compiles_no_text_again(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_exporter_compiles_no_text_again(
+    compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Objects are cached by text and flags. A damaged object is compiled again."""
     root, ran = tmp_path / "cache", list[str]()
     shutil.copytree(compiled[0].cache / "objects", root / "objects")
@@ -294,7 +312,9 @@ def test_a_spoilt_cache_entry_is_none(file: str, compiled: list[Compiled], monke
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ExportError, match=r"compile cache cannot be written: .*file/compiled.*; set AOT_BACKWARD_CACHE"):
+    with pytest.raises(
+        ExportError, match=r"compile cache cannot be written: .*file/compiled.*; set AOT_BACKWARD_CACHE"
+    ):
         compile_cache.store("a", compile_cache.CachedLibrary(b"", b"", b"", {}, []))
 
 
@@ -341,7 +361,9 @@ CHANGES: dict[str, Callable[[], str]] = {
     "weight dtype": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(8, dtype=torch.float64)})),
     "weight shape": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(1, 8)})),
     "weight stride": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR | {"a": torch.ones(16)[::2]})),
-    "weight name": lambda: _key(capture(lambda w, x: _scaled(2.0)({"a": w["c"], "b": w["b"]}, x), [ROWS], {"c": PAIR["a"], "b": PAIR["b"]})),
+    "weight name": lambda: _key(
+        capture(lambda w, x: _scaled(2.0)({"a": w["c"], "b": w["b"]}, x), [ROWS], {"c": PAIR["a"], "b": PAIR["b"]})
+    ),
     "tie": lambda: _key(capture(_scaled(2.0), [ROWS], PAIR, ties={"b": "a"})),
 }
 
@@ -365,7 +387,9 @@ def test_every_difference_changes_the_key(change: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and not value.endswith(".99") else "",
 )
-def test_every_version_and_setting_changes_the_key(place: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_version_and_setting_changes_the_key(
+    place: Any, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured = capture(_scaled(2.0), [ROWS], PAIR)
     base = _key(captured)
     monkeypatch.setattr(place, name, value)
@@ -404,7 +428,10 @@ def test_every_source_that_compiles_changes_the_key(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("text", "same"),
     [
-        ('# Why.\n\ndef scaled(x, by=2.0):\n    """Return the product."""\n    product = x * by\n    return product\n', True),
+        (
+            '# Why.\n\ndef scaled(x, by=2.0):\n    """Return the product."""\n    product = x * by\n    return product\n',
+            True,
+        ),
         ('def scaled(x, by=3.0):\n    """Scale."""\n    y = x * by\n    return y\n', False),
         ('def scaled(x, by=2.0):\n    """Scale."""\n    y = x / by\n    return y\n', False),
         ('def scaled(x, factor=2.0):\n    """Scale."""\n    y = x * factor\n    return y\n', False),
@@ -421,7 +448,9 @@ def test_words_of_a_source_do_not_count(text: str, same: bool, tmp_path: Path) -
 def test_compiling_imports_no_other_format() -> None:
     program = "import sys, aot_backward_exporters.inductor.compile; print([n for n in sys.modules if n.startswith('aot_backward_exporters.')])"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "inductor.compile" in loaded and not any(f"aot_backward_exporters.{folder}" in loaded for folder in compile_cache._AFTER)
+    assert "inductor.compile" in loaded and not any(
+        f"aot_backward_exporters.{folder}" in loaded for folder in compile_cache._AFTER
+    )
 
 
 def test_the_target_changes_the_key() -> None:
@@ -438,7 +467,8 @@ def test_what_else_is_asked_for_changes_the_key() -> None:
 
 
 def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
-    """The diagonal of a matrix is compiled for a first size that is the shorter one, which is a guard. The sum does not narrow the size."""
+    """The diagonal of a matrix is compiled for a first size that is the shorter one, which is a guard. The sum does not
+    narrow the size."""
     seen = []
     for source in ("a", "b"):
         graph, mode = capture(lambda w, x: [x.diagonal() + x.sum()], [ROWS], {}, source=source)
@@ -459,7 +489,9 @@ def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Pat
 def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
     values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
     with patches.sizes_left_open():
-        graph, mode = capture(lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values)
+        graph, mode = capture(
+            lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values
+        )
     plain = targets.processor("cpu")
     with gcc.record_commands(tmp_path, plain.march):
         lowered = lowering.lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
@@ -524,7 +556,9 @@ def test_what_inductor_refuses_is_refused_by_name(cache: Path, tmp_path: Path, m
 def compiler(tmp_path: Path) -> Path:
     """Return a compiler that only answers for its version."""
     script = tmp_path / "broken-g++"
-    script.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo "broken 1.0"; exit 0; }\necho "wrapper.cpp:1: error: out of luck"; exit 3\n')
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo "broken 1.0"; exit 0; }\necho "wrapper.cpp:1: error: out of luck"; exit 3\n'
+    )
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return script
 
@@ -543,7 +577,9 @@ def test_of_torch_code_needs_what_it_calls_alone(cache: Path, tmp_path: Path, mo
     assert [n for n in artifact.needed if "torch" in n] == ["libtorch_cpu.so"]
 
 
-def test_a_failing_compiler_is_quoted(compiler: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_is_quoted(
+    compiler: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(work))
@@ -556,13 +592,16 @@ def test_a_failing_compiler_is_quoted(compiler: Path, cache: Path, tmp_path: Pat
 
 
 def test_a_program_that_raises_stops_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a new cache g++ runs while the program is captured. Without a kill, the export would wait for it and what it has started."""
+    """In a new cache g++ runs while the program is captured. Without a kill, the export would wait for it and what it
+    has started."""
 
     def raises(x: torch.Tensor) -> torch.Tensor:
         raise ValueError
 
     script = tmp_path / "slow-g++"
-    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ echo 1; exit 0; }}\n( sleep 20; touch {tmp_path}/finished ) | cat\n')
+    script.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ echo 1; exit 0; }}\n( sleep 20; touch {tmp_path}/finished ) | cat\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "new"))
     with inductor_config.patch({"cpp.cxx": (None, str(script))}), pytest.raises(ExportError):

@@ -1,4 +1,5 @@
-"""Requests that PyTorch could not serve: one test each, named after its issue (https://github.com/pytorch/pytorch/issues/NUMBER)."""
+"""Requests that PyTorch could not serve: one test each, named after its issue
+(https://github.com/pytorch/pytorch/issues/NUMBER)."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.body(self.embed(ids)))).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            self.head(torch.tanh(self.body(self.embed(ids)))).flatten(0, 1), labels.flatten()
+        )
 
 
 class ThroughSavedOutputs(nn.Module):
@@ -103,7 +106,8 @@ class Quartic(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """138901: the gradient of an activation. 130580 and the donated buffers: several backward passes through one forward."""
+    """138901: the gradient of an activation. 130580 and the donated buffers: several backward passes through one
+    forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,14 +129,20 @@ def programs() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], object]]:
         "tied": (Tied(), (torch.randint(0, 20, (2, 5)), torch.randint(0, 20, (2, 5))), None),
         "saved": (ThroughSavedOutputs(), (torch.rand(2, 3) + 0.5,), {"param": ROWS}),
         "quartic": (Quartic(), (torch.tensor([0.5, 1.5, 2.5, 3.5], requires_grad=True),), None),
-        "autoencoder": (Autoencoder(), (torch.randn(4, 6, requires_grad=True), torch.zeros(4, 12, requires_grad=True)), None),
+        "autoencoder": (
+            Autoencoder(),
+            (torch.randn(4, 6, requires_grad=True), torch.zeros(4, 12, requires_grad=True)),
+            None,
+        ),
     }
 
 
 @pytest.fixture(scope="module")
 def package() -> Path:
     def make(path: Path) -> None:
-        entries = {n: ab.Module(m, [ab.Variant(args, dynamic_shapes=sizes)]) for n, (m, args, sizes) in programs().items()}
+        entries = {
+            n: ab.Module(m, [ab.Variant(args, dynamic_shapes=sizes)]) for n, (m, args, sizes) in programs().items()
+        }
         ab.export(path, entries)
 
     return exports.shared("asked_for", make)
@@ -153,7 +163,8 @@ def test_153251_backward_for_inference_fed_by_incoming_gradients(package: Path) 
             x = values.clone().requires_grad_()
             out = module(x)
             after = out.detach().requires_grad_()
-            (incoming,) = torch.autograd.grad((after * scale).sin().sum(), after)  # computed after the model, outside of it
+            # Computed after the model, outside of it
+            (incoming,) = torch.autograd.grad((after * scale).sin().sum(), after)
             gradients.append(torch.autograd.grad(out, x, incoming)[0])
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
     assert not any(p.requires_grad for p in loaded.parameters())
@@ -208,7 +219,8 @@ def test_183603_second_order(package: Path) -> None:
 
 
 def activations(module: nn.Module) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """Return gradients of the activation's probe, of the input and of the parameters, and the activation's retained gradient."""
+    """Return gradients of the activation's probe, of the input and of the parameters, and the activation's retained
+    gradient."""
     module.zero_grad()
     x, probe = (t.detach().clone().requires_grad_() for t in programs()["autoencoder"][1])
     out, hidden = module(x, probe)
@@ -218,8 +230,8 @@ def activations(module: nn.Module) -> tuple[list[torch.Tensor | None], torch.Ten
 
 
 def test_138901_retains_grad(package: Path, tmp_path: Path) -> None:
-    """The full gradient of an activation. A module gives it through an added input of zeros; a recorded backward pass gives it through
-    ``retain_grad``."""
+    """The full gradient of an activation. A module gives it through an added input of zeros; a recorded backward pass
+    gives it through ``retain_grad``."""
     loaded, eager = both(package, "autoencoder")
     expected, kept = activations(eager)
     torch.testing.assert_close(expected[0], kept)
@@ -232,7 +244,8 @@ def test_138901_retains_grad(package: Path, tmp_path: Path) -> None:
 
 
 def test_130580_retain_graph_both_ways(package: Path) -> None:
-    """The package keeps all saved activations: a second backward gives the same gradients. Without retain_graph it raises eager's error."""
+    """The package keeps all saved activations: a second backward gives the same gradients. Without retain_graph it
+    raises eager's error."""
     loaded, eager = both(package, "autoencoder")
     x, probe = programs()["autoencoder"][1]
     gradients = []
@@ -249,7 +262,8 @@ def test_130580_retain_graph_both_ways(package: Path) -> None:
 
 
 def adaptive(module: nn.Module) -> list[torch.Tensor | None]:
-    """Compute the weight of an adversarial loss, a gradient of each loss at the last layer through one forward, then the backward of both."""
+    """Compute the weight of an adversarial loss, a gradient of each loss at the last layer through one forward, then
+    the backward of both."""
     module.zero_grad()
     x, probe = (t.detach().clone().requires_grad_() for t in programs()["autoencoder"][1])
     out, hidden = module(x, probe)
@@ -272,5 +286,11 @@ loaded, eager = both(Path(sys.argv[1]), "autoencoder")
 for _ in range(3):
     torch.testing.assert_close(adaptive(loaded), adaptive(eager), rtol=1e-4, atol=1e-6)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(package)], capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(package)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr

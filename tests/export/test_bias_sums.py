@@ -26,11 +26,17 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Gated(nn.Module):
-    """Layers with results for a loop, for another product and for both, and products that are added to existing tensors."""
+    """Layers with results for a loop, for another product and for both, and products that are added to existing
+    tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.plain = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 8, bias=False)
+        self.first, self.second, self.third, self.plain = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 5),
+            nn.Linear(8, 8, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(self.first(x))
@@ -46,7 +52,11 @@ def called(package: Any) -> dict[str, bool]:
 def test_layers_are_eagers(shape: tuple[int, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Gated(), some(*shape).requires_grad_()
-    package = load(ab.export_module(model, (x,), dynamic_shapes={"x": {0: Dim("rows", min=2, max=64)}}, path=tmp_path / "gated.pt2"))
+    package = load(
+        ab.export_module(
+            model, (x,), dynamic_shapes={"x": {0: Dim("rows", min=2, max=64)}}, path=tmp_path / "gated.pt2"
+        )
+    )
     assert called(package) == {"addmm": False, "mm": True}
     for rows in (shape[0], 2, 33):
         exported, given = package.module(), some(rows, *shape[1:]).requires_grad_()
@@ -54,7 +64,9 @@ def test_layers_are_eagers(shape: tuple[int, ...], tmp_path: Path) -> None:
         torch.testing.assert_close(ours, expected)
         assert ours.stride() == expected.stride()
         of_ours = torch.autograd.grad(ours.square().sum(), [given, *exported.parameters()])
-        torch.testing.assert_close(of_ours, torch.autograd.grad(expected.square().sum(), [given, *model.parameters()]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            of_ours, torch.autograd.grad(expected.square().sum(), [given, *model.parameters()]), rtol=1e-4, atol=1e-5
+        )
 
 
 X, Y = some(4, 6), some(6, 5)

@@ -1,4 +1,5 @@
-"""Python complex numbers in programs: outputs, gradients and dtypes equal eager's, also after a rebuild from the portable graphs."""
+"""Python complex numbers in programs: outputs, gradients and dtypes equal eager's, also after a rebuild from the
+portable graphs."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ def _written(z: torch.Tensor) -> torch.Tensor:
 PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "products": lambda z: (z * (0.6 - 0.8j) - 1j) / (1 + 2j) + 1j * z.real + (2 - 1j) / z,
     "differences": lambda z: z - z.mH - torch.sub(z, z.conj(), alpha=1j),
-    "exponentials": lambda z: torch.exp(1j * z.real) + z ** (1 + 2j) + z ** (2 + 0j) + (1 + 2j) ** z + z.real.abs() ** (0.5j),
+    "exponentials": lambda z: (
+        torch.exp(1j * z.real) + z ** (1 + 2j) + z ** (2 + 0j) + (1 + 2j) ** z + z.real.abs() ** (0.5j)
+    ),
     "scalars": lambda z: z[0, 0] * 0.6 + z[1, 1] * (1 + 2j) + 1j * z[0, 1].real + z[0, 0] / 2.0 + z[1, 0] ** (1 + 1j),
     "integers": lambda z: (torch.arange(4) * 1j) * z + (z.real == 1j),
     "double": lambda z: 1j * z.real.double() + z,
     "phases": lambda z: torch.sgn(z * 1j) * z.angle() + torch.view_as_complex(2 * torch.view_as_real(z)) * 1j,
     "matrices": lambda z: torch.addmm(z, z, z.mH, alpha=1j, beta=2 - 1j) + torch.addcmul(z, z, z, value=1j),
     "spectrum": _spectrum,
-    "frequencies": lambda z: torch.fft.fft(z) * torch.exp(-2j * torch.pi * torch.arange(4) / 4) + torch.fft.irfft(z * 1j, n=4),
+    "frequencies": lambda z: (
+        torch.fft.fft(z) * torch.exp(-2j * torch.pi * torch.arange(4) / 4) + torch.fft.irfft(z * 1j, n=4)
+    ),
     "written": _written,
     "decided": lambda z: torch.cond(z.real.sum() > 0, lambda a: a * 1j, lambda a: a * (2 - 1j), (z,)),
 }

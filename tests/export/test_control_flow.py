@@ -1,4 +1,5 @@
-"""Control flow whose bodies return a value twice, over dynamic lengths. A refusal names the operator, the line and the alternative."""
+"""Control flow whose bodies return a value twice, over dynamic lengths. A refusal names the operator, the line and the
+alternative."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import aot_backward as ab
 from aot_backward_exporters import torch_api
 from aot_backward_runtime import ExportError, load
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo, which control flow calls
+# From Dynamo, which control flow calls
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 class Program(nn.Module):
@@ -53,12 +55,16 @@ def test_a_scan_whose_step_ends_in_tanh_sigmoid_or_exp(before: str, tmp_path: Pa
     torch.compiler.reset()
     if before == "scans in eager":
         for width in (5, 7):
-            scan(lambda h, row: ((n := torch.tanh(h + row)), n.clone()), torch.zeros(3, width), torch.randn(6, 3, width))
+            scan(
+                lambda h, row: ((n := torch.tanh(h + row)), n.clone()), torch.zeros(3, width), torch.randn(6, 3, width)
+            )
     elif before == "another export":
         ab.export_module(Recurrent(width=5), (torch.randn(6, 3, 5, requires_grad=True),), path=tmp_path / "other.pt2")
     torch.manual_seed(0)
     module, sizes = Recurrent(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
-    ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "scan.pt2")
+    ab.export_module(
+        module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "scan.pt2"
+    )
     loaded = load(tmp_path / "scan.pt2").module()
     for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
         x, found = torch.randn(shape), []
@@ -87,7 +93,9 @@ class BothWays(nn.Module):
 @pytest.mark.skipif(not torch_api.at_least("2.13"), reason="a loop's body takes other inputs than it is given")
 def test_scans_in_both_directions_over_a_dynamic_length(tmp_path: Path) -> None:
     module, sizes = BothWays(), {"x": {0: Dim("length", min=1, max=20), 1: Dim("batch", min=1, max=9)}}
-    ab.export_module(module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "both.pt2")
+    ab.export_module(
+        module, (torch.randn(6, 3, 4, requires_grad=True),), dynamic_shapes=sizes, path=tmp_path / "both.pt2"
+    )
     loaded = load(tmp_path / "both.pt2").module()
     for shape in ((6, 3, 4), (1, 1, 4), (20, 9, 4)):
         x, found = torch.randn(shape), []
@@ -95,7 +103,14 @@ def test_scans_in_both_directions_over_a_dynamic_length(tmp_path: Path) -> None:
             leaf = x.clone().requires_grad_()
             torch.compiler.reset()
             results = one(leaf)
-            found.append([*results, *torch.autograd.grad(sum((r * torch.arange(4).cos()).sum() for r in results), [leaf, *one.parameters()])])
+            found.append(
+                [
+                    *results,
+                    *torch.autograd.grad(
+                        sum((r * torch.arange(4).cos()).sum() for r in results), [leaf, *one.parameters()]
+                    ),
+                ]
+            )
         torch.testing.assert_close(found[1], found[0])
 
 
@@ -108,8 +123,14 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         lambda x: torch.cond(x.sum() > 0, lambda a: a, lambda a: a.sin(), (x,)),
         r"body of torch\.cond returns one of its inputs.*x\.clone\(\)",
     ),
-    "one tensor twice": (lambda x: scan(lambda h, r: ((n := h + r), n), 0 * x[0], x), r"body of scan .*or the same tensor twice.*x\.clone\(\)"),
-    "booleans": (lambda x: mapped(_twice, x)[0], r"body of map returns a tensor of integers or booleans.*x\.to\(torch\.float32\)"),
+    "one tensor twice": (
+        lambda x: scan(lambda h, r: ((n := h + r), n), 0 * x[0], x),
+        r"body of scan .*or the same tensor twice.*x\.clone\(\)",
+    ),
+    "booleans": (
+        lambda x: mapped(_twice, x)[0],
+        r"body of map returns a tensor of integers or booleans.*x\.to\(torch\.float32\)",
+    ),
     "a number carried": (
         lambda x: while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, v.sin()), (0, x))[1],
         r"while_loop carries a Python number.*torch\.tensor\(0\)",

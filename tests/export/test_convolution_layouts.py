@@ -31,7 +31,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.norm, self.linear = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.wide, self.norm, self.linear = (
+            nn.Conv2d(16, 16, 3, padding=1, groups=16),
+            nn.LayerNorm(16),
+            nn.Linear(16, 16),
+        )
         self.last = nn.Conv2d(16, 16, 3, padding=1, groups=16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +46,9 @@ class Block(nn.Module):
 def layouts(program: str) -> list[str]:
     """Return what each convolution computes, and the layouts of its images."""
     env = {**os.environ, "ONEDNN_VERBOSE": "1"}
-    process = subprocess.run([sys.executable, "-c", PROGRAM, program], check=True, capture_output=True, text=True, env=env)
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM, program], check=True, capture_output=True, text=True, env=env
+    )
     fields = [line.split(",") for line in process.stdout.splitlines() if ",exec,cpu,convolution," in line]
     assert fields
     return sorted(f"{f[7]} {[part for part in f[8].split() if part.startswith(('src', 'dst'))]}" for f in fields)

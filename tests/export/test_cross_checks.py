@@ -1,4 +1,5 @@
-"""The checks of ``make cross`` fail when they should, on a made-up kernel. Real libraries need a build of torch for CUDA."""
+"""The checks of ``make cross`` fail when they should, on a made-up kernel. Real libraries need a build of torch for
+CUDA."""
 
 from __future__ import annotations
 
@@ -47,18 +48,48 @@ NEW, OLD = (b"\x41\x08", 0x06005A04), (b"\x33\x07", 0x00500550)
 """The ELF file's system, version and flags, as ptxas 13 writes them for sm_90 and for sm_80."""
 
 
-def _cubin(parameters: tuple[tuple[int, int], ...] = PARAMETERS, together: int = 48, threads: int = 128, form: tuple[bytes, int] = NEW) -> bytes:
+def _cubin(
+    parameters: tuple[tuple[int, int], ...] = PARAMETERS,
+    together: int = 48,
+    threads: int = 128,
+    form: tuple[bytes, int] = NEW,
+) -> bytes:
     """Return an ELF file with only the sections that the checks read."""
-    info = b"".join(struct.pack("<BBHIHHI", 4, 0x17, 12, 0, n, at, size << 18 | 0x1F000) for n, (at, size) in enumerate(parameters))
+    info = b"".join(
+        struct.pack("<BBHIHHI", 4, 0x17, 12, 0, n, at, size << 18 | 0x1F000) for n, (at, size) in enumerate(parameters)
+    )
     info += struct.pack("<BBHBBH3I", 3, 0x19, together, 4, 0x10, 12, threads, 1, 1)
     names = b"\0.shstrtab\0.nv.info\0.nv.info.triton_poi_0\0.nv.shared.triton_poi_0\0"
     said = 0x70000000  # SHT_LOPROC, CUDA_INFO
-    contents = {b".shstrtab": (3, names), b".nv.info": (said, b""), b".nv.info.triton_poi_0": (said, info), b".nv.shared.triton_poi_0": (8, b"")}
+    contents = {
+        b".shstrtab": (3, names),
+        b".nv.info": (said, b""),
+        b".nv.info.triton_poi_0": (said, info),
+        b".nv.shared.triton_poi_0": (8, b""),
+    }
     body, rows = b"", []
     for name, (kind, data) in contents.items():
-        rows.append(struct.pack("<IIQQQQIIQQ", names.index(name + b"\0"), kind, 0, 0, 64 + len(body), len(data), 0, 0, 1, 0))
+        rows.append(
+            struct.pack("<IIQQQQIIQQ", names.index(name + b"\0"), kind, 0, 0, 64 + len(body), len(data), 0, 0, 1, 0)
+        )
         body += data
-    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF\2\1\1" + form[0], 2, 190, 1, 0, 0, 64 + len(body), form[1], 64, 0, 0, 64, len(rows), 0)
+    head = struct.pack(
+        "<16sHHIQQQIHHHHHH",
+        b"\x7fELF\2\1\1" + form[0],
+        2,
+        190,
+        1,
+        0,
+        0,
+        64 + len(body),
+        form[1],
+        64,
+        0,
+        0,
+        64,
+        len(rows),
+        0,
+    )
     return head + body + b"".join(rows)
 
 
@@ -74,8 +105,11 @@ def _faults(wrapper: str = WRAPPER, cubin: bytes | None = None, shared: int = 16
 
 def test_a_launch_that_fits_has_no_faults() -> None:
     assert _faults() == []
-    newer = WRAPPER.replace("static inline void", "static __attribute__((noinline)) void").replace("stream_);", "stream_, false);")
-    assert _faults(newer.replace('"triton_poi_0", 16)', '"triton_poi_0", 16, &kernels_.loaded_modules_)')) == []  # torch 2.15
+    newer = WRAPPER.replace("static inline void", "static __attribute__((noinline)) void").replace(
+        "stream_);", "stream_, false);"
+    )
+    # Torch 2.15
+    assert _faults(newer.replace('"triton_poi_0", 16)', '"triton_poi_0", 16, &kernels_.loaded_modules_)')) == []
 
 
 @pytest.mark.parametrize(
@@ -85,8 +119,14 @@ def test_a_launch_that_fits_has_no_faults() -> None:
         (lambda w: w.replace("int64_t var_2", "int32_t var_2"), "is given arguments of [8, 8, 4, 4, 8, 8] bytes"),
         (lambda w: w.replace("    int64_t var_2 = ks0;\n", ""), "undeclared var_2"),
         (lambda w: w.replace("grid_2, 4, 16", "grid_2, 8, 16"), "is given 256 threads, and expects (128, 1, 1)"),
-        (lambda w: w.replace("grid_2, 4, 16", "grid_2, 4, 8"), "is given 8 bytes of shared memory, 16 allowed, and expects 16"),
-        (lambda w: w.replace('"triton_poi_0", 16', '"triton_poi_0", 0'), "is given 16 bytes of shared memory, 0 allowed, and expects 16"),
+        (
+            lambda w: w.replace("grid_2, 4, 16", "grid_2, 4, 8"),
+            "is given 8 bytes of shared memory, 16 allowed, and expects 16",
+        ),
+        (
+            lambda w: w.replace('"triton_poi_0", 16', '"triton_poi_0", 0'),
+            "is given 16 bytes of shared memory, 0 allowed, and expects 16",
+        ),
         (lambda w: w.replace('"triton_poi_0"', '"triton_poi_1"'), "triton_poi_1 is launched, and has no machine code"),
         (lambda w: w[: w.index("static inline void call_")], "triton_poi_0 is never launched"),
     ],

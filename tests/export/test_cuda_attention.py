@@ -1,4 +1,5 @@
-"""Attention captured on the CPU with a GPU's kernels: the rewritten graphs give the CPU's results, with NVIDIA's kernels written in PyTorch."""
+"""Attention captured on the CPU with a GPU's kernels: the rewritten graphs give the CPU's results, with NVIDIA's
+kernels written in PyTorch."""
 
 from __future__ import annotations
 
@@ -19,15 +20,34 @@ from aot_backward_exporters.cuda.devices import DEVICES
 from aot_backward_exporters.cuda.retarget import retarget
 
 aten = torch.ops.aten
-FLASH, FLASH_BACKWARD = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default
-EFFICIENT, EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_efficient_attention_backward.default
+FLASH, FLASH_BACKWARD = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+)
+EFFICIENT, EFFICIENT_BACKWARD = (
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
 CPU, CPU_BACKWARD = attention.FORWARD, attention.BACKWARD
 
 
-def flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float) -> Any:
-    """Imitate ``mha_fwd`` (flash_api.cpp): the depth must be a multiple of 8 and rows dense; logarithms are (B, H, S)."""
-    assert dropout == 0 and not debug and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    assert {t.stride(-1) for t in (q, k, v)} == {1} and q.shape[1] % k.shape[1] == 0 and (not causal or q.shape[2] == k.shape[2])
+def flash(
+    q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, *, scale: float
+) -> Any:
+    """Imitate ``mha_fwd`` (flash_api.cpp): the depth must be a multiple of 8 and rows dense; logarithms are (B, H,
+    S)."""
+    assert (
+        dropout == 0
+        and not debug
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+    )
+    assert (
+        {t.stride(-1) for t in (q, k, v)} == {1}
+        and q.shape[1] % k.shape[1] == 0
+        and (not causal or q.shape[2] == k.shape[2])
+    )
     out, logs = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, logs.contiguous(), None, None, q.shape[2], k.shape[2], None, None, None
 
@@ -35,12 +55,20 @@ def flash(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, de
 def flash_backward(g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, *rest: Any, scale: float) -> Any:
     first, second, rows, columns, dropout, causal, seed, unused = rest
     assert first is second is None and (rows, columns) == (q.shape[2], k.shape[2]) and dropout == 0
-    assert logs.is_contiguous() and logs.dtype is torch.float32 and logs.shape == q.shape[:3] and seed.dtype is unused.dtype is torch.uint64
+    assert (
+        logs.is_contiguous()
+        and logs.dtype is torch.float32
+        and logs.shape == q.shape[:3]
+        and seed.dtype is unused.dtype is torch.uint64
+    )
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, out, logs, 0.0, causal, scale=scale)
 
 
-def efficient(q: Any, k: Any, v: Any, bias: Any, logs: bool, dropout: float = 0.0, causal: bool = False, *, scale: float) -> Any:
-    """Imitate ``_efficient_attention_forward`` (attention.cu): logarithms for a multiple of 32 rows, with infinity after the last row."""
+def efficient(
+    q: Any, k: Any, v: Any, bias: Any, logs: bool, dropout: float = 0.0, causal: bool = False, *, scale: float
+) -> Any:
+    """Imitate ``_efficient_attention_forward`` (attention.cu): logarithms for a multiple of 32 rows, with infinity
+    after the last row."""
     fits(q, k, v, bias)
     assert logs and dropout == 0
     out, found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
@@ -51,8 +79,18 @@ def efficient_backward(g: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, logs
     seed, offset, dropout, wanted, causal = (*rest, False)[:5]
     fits(q, k, v, bias)
     rows = q.shape[2]
-    assert logs.shape[-1] % 32 == 0 and logs.shape[-1] >= rows and logs.is_contiguous() and bool((logs[..., rows:] == math.inf).all())
-    assert seed.shape == offset.shape == () and seed.dtype is torch.int64 and dropout == 0 and wanted == [True, True, True, False]
+    assert (
+        logs.shape[-1] % 32 == 0
+        and logs.shape[-1] >= rows
+        and logs.is_contiguous()
+        and bool((logs[..., rows:] == math.inf).all())
+    )
+    assert (
+        seed.shape == offset.shape == ()
+        and seed.dtype is torch.int64
+        and dropout == 0
+        and wanted == [True, True, True, False]
+    )
     scores = q.double() @ k.double().transpose(-2, -1) * scale + (0 if bias is None else bias.double())
     if causal:
         scores = scores.masked_fill(~torch.ones(rows, k.shape[2], dtype=torch.bool).tril(), -math.inf)
@@ -70,7 +108,11 @@ def by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def fits(q: Any, k: Any, v: Any, bias: Any) -> None:
     aligned = 4 if q.dtype is torch.float32 else 8
-    assert q.dtype is not torch.float64 and q.shape[-1] % aligned == v.shape[-1] % aligned == 0 and q.shape[1] == k.shape[1] == v.shape[1]
+    assert (
+        q.dtype is not torch.float64
+        and q.shape[-1] % aligned == v.shape[-1] % aligned == 0
+        and q.shape[1] == k.shape[1] == v.shape[1]
+    )
     if bias is not None:
         assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype is q.dtype and bias.stride(-1) == 1
         assert all(s % 8 == 0 for s in bias.stride()[:-1])
@@ -93,7 +135,9 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.few, self.causal = heads, few, causal
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (n, -1)).transpose(1, 2) for t, n in ((q, self.heads), (k, self.few), (v, self.few)))
         gqa = self.few != self.heads
         out = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal, enable_gqa=gqa)
@@ -101,7 +145,9 @@ class Attention(nn.Module):
 
 
 def captured(program: nn.Module, args: tuple[Any, ...], shapes: Any) -> tuple[partition.Partitions, Any]:
-    traced = trace.trace_program(program, args, {}, dynamic_shapes.normalized(shapes, program.forward, args, {}), signature=program.forward)
+    traced = trace.trace_program(
+        program, args, {}, dynamic_shapes.normalized(shapes, program.forward, args, {}), signature=program.forward
+    )
     return partition.split_module(traced, "net", {}, forward_only=False), traced.fake_mode
 
 
@@ -132,7 +178,10 @@ CASES = {
 
 def example(name: str, rows: int, columns: int) -> list[torch.Tensor]:
     dtype, depth, heads, few, *_, masked, _ = CASES[name]
-    made = [torch.randn(3, s, n * depth, dtype=dtype, requires_grad=True) for s, n in ((rows, heads), (columns, few), (columns, few))]
+    made = [
+        torch.randn(3, s, n * depth, dtype=dtype, requires_grad=True)
+        for s, n in ((rows, heads), (columns, few), (columns, few))
+    ]
     if masked is not None:
         shape = (*masked[:-2], rows if masked[-2] > 1 else 1, columns if masked[-1] > 1 else 1)
         mask = torch.randn(shape).where(torch.rand(shape) > 0.2, -math.inf).to(dtype)
@@ -154,7 +203,9 @@ def dimensions(name: str) -> Any:
 def test_the_gpu_s_kernel_gives_what_the_cpu_s_does(name: str, dynamic: bool) -> None:
     dtype, _, heads, few, rows, columns, causal, _, kernel = CASES[name]
     torch.manual_seed(0)
-    pieces, fake_mode = captured(Attention(heads, few, causal), tuple(example(name, rows, columns)), dimensions(name) if dynamic else None)
+    pieces, fake_mode = captured(
+        Attention(heads, few, causal), tuple(example(name, rows, columns)), dimensions(name) if dynamic else None
+    )
     forward, backward = pieces.graphs
     assert CPU in targets(forward.module) and CPU_BACKWARD in targets(backward.module)
     known = len(fake_mode.shape_env.guards)
@@ -194,7 +245,9 @@ def test_forward_and_backward_in_one_graph() -> None:
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return net(q, k, v).square().sum()
 
-    traced = trace.trace_program(program_module.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True)
+    traced = trace.trace_program(
+        program_module.FunctionModule(loss), (q, k, v), {}, None, signature=loss, first_only=True
+    )
     (graph,) = partition.split_grad(traced, "loss", {}, [("input", i) for i in range(3)]).graphs
     moved = retarget(graph, traced.fake_mode, DEVICES["sm_90"], torch.device("cpu"))
     assert targets(moved.module) & {CPU, CPU_BACKWARD, *KERNELS} == {EFFICIENT, EFFICIENT_BACKWARD}

@@ -26,7 +26,8 @@ X = torch.linspace(-1, 1, 16).reshape(4, 4)  # float32
 RNN = nn.LSTMCell(4, 4)
 
 RESULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = {
-    # result dtypes under CUDA's autocast for a lower-precision and a float32 input (docs of torch.amp, CUDA Op-Specific Behavior)
+    # result dtypes under CUDA's autocast for a lower-precision and a float32 input (docs of torch.amp, CUDA Op-Specific
+    # Behavior)
     "linear": (lambda x: F.linear(x, X), LOW, LOW),
     "matmul": (lambda x: x @ X, LOW, LOW),
     "bmm": (lambda x: torch.bmm(x[None], X[None]), LOW, LOW),
@@ -41,7 +42,11 @@ RESULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = {
     "log_softmax": (lambda x: F.log_softmax(x, -1), torch.float32, torch.float32),
     "cross_entropy": (lambda x: F.cross_entropy(x, torch.arange(4)), torch.float32, torch.float32),
     "mse_loss": (lambda x: F.mse_loss(x, X), torch.float32, torch.float32),
-    "binary_cross_entropy_with_logits": (lambda x: F.binary_cross_entropy_with_logits(x, X.sigmoid()), torch.float32, torch.float32),
+    "binary_cross_entropy_with_logits": (
+        lambda x: F.binary_cross_entropy_with_logits(x, X.sigmoid()),
+        torch.float32,
+        torch.float32,
+    ),
     "layer_norm": (lambda x: F.layer_norm(x, (4,), X[0], X[1]), torch.float32, torch.float32),
     "group_norm": (lambda x: F.group_norm(x[None], 2), torch.float32, torch.float32),
     "sum": (lambda x: x.sum(), torch.float32, torch.float32),
@@ -54,12 +59,20 @@ RESULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, Any]] = {
     "norm": (lambda x: torch.ops.aten.norm.Scalar(x, 2), torch.float32, torch.float32),
     "norm over a dimension": (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]), torch.float32, torch.float32),
     "linalg.vector_norm": (lambda x: torch.linalg.vector_norm(x), torch.float32, torch.float32),
-    "interpolate": (lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"), torch.float32, torch.float32),
+    "interpolate": (
+        lambda x: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+        torch.float32,
+        torch.float32,
+    ),
     "addcmul": (lambda x: torch.addcmul(x, x, x), LOW, torch.float32),
     "addcmul, of both": (lambda x: torch.addcmul(x, x, X), torch.float32, torch.float32),
     "bilinear": (lambda x: F.bilinear(x, x, x.reshape(1, 4, 4)), LOW, torch.float32),
     "dot": (lambda x: torch.dot(x[0], x[1]), LOW, torch.float32),
-    "grid_sample": (lambda x: F.grid_sample(x[None, None], X[None, None, :, :2], align_corners=False), torch.float32, torch.float32),
+    "grid_sample": (
+        lambda x: F.grid_sample(x[None, None], X[None, None, :, :2], align_corners=False),
+        torch.float32,
+        torch.float32,
+    ),
     "cat": (lambda x: torch.cat([x, x]), LOW, torch.float32),  # in no list: the input's dtype
     "a reflecting border": (lambda x: F.pad(x[None], (1, 1), "reflect"), LOW, torch.float32),  # only in the CPU's lists
     "gelu": (lambda x: F.gelu(x), LOW, torch.float32),
@@ -93,7 +106,10 @@ def test_the_whole_lists_are_read() -> None:
         "FP32_SET_OPT_DTYPE": ("prod", lists["FP32_SET_OPT_DTYPE"][-1]),
         "PROMOTE": ("addcdiv", "scatter_add"),
     }
-    assert lists["FP32_SET_OPT_DTYPE"][-1].startswith("sum.dim_") and lists["DIFFERENT_REDISPATCH_SIGNATURE"][0] == "norm.Scalar"
+    assert (
+        lists["FP32_SET_OPT_DTYPE"][-1].startswith("sum.dim_")
+        and lists["DIFFERENT_REDISPATCH_SIGNATURE"][0] == "norm.Scalar"
+    )
 
 
 class Normed(nn.Module):
@@ -118,21 +134,30 @@ def switched_on(device: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("device", ["", "cuda", "cpu"], ids=["around the export", "cuda in the forward", "cpu in the forward"])
+@pytest.mark.parametrize(
+    "device", ["", "cuda", "cpu"], ids=["around the export", "cuda in the forward", "cpu in the forward"]
+)
 def test_forward_and_backward_are_captured_so(device: str) -> None:
     torch.manual_seed(0)
     net, x = Normed(device), torch.randn(5, 4, requires_grad=True)
     plain = Normed()
     with torch.autocast("cpu", torch.bfloat16):
-        before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code  # torch must not reuse its cached casts of this
+        # Torch must not reuse its cached casts of this
+        before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code
     with switched_on(device), cuda_semantics.as_on_gpu():
         traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)
         out = net(x)
         assert traced.ambient.autocast == ("" if device else "bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
-        assert trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code == before != traced.graph.code
+        assert (
+            trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code
+            == before
+            != traced.graph.code
+        )
     assert out.dtype is torch.float32  # a softmax in float32
-    pieces = partition.split_module(traced, "net", {n: (n, p.detach()) for n, p in net.named_parameters()}, forward_only=False)
+    pieces = partition.split_module(
+        traced, "net", {n: (n, p.detach()) for n, p in net.named_parameters()}, forward_only=False
+    )
     forward, backward = (g.module for g in pieces.graphs)
     aten = torch.ops.aten
     assert values(forward, aten.addmm.default) == {torch.bfloat16}
@@ -145,9 +170,14 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
 
 def test_what_a_gpu_refuses_is_refused() -> None:
     with torch.autocast("cpu", torch.bfloat16), cuda_semantics.as_on_gpu():
-        with pytest.raises(ExportError, match=r"binary_cross_entropy under autocast raises on a GPU .*: use binary_cross_entropy_with_logits"):
+        with pytest.raises(
+            ExportError,
+            match=r"binary_cross_entropy under autocast raises on a GPU .*: use binary_cross_entropy_with_logits",
+        ):
             F.binary_cross_entropy(torch.rand(3), torch.rand(3))
-        with pytest.raises(RuntimeError, match=r"addcmul.* got torch.float16; expected torch.bfloat16 or torch.float32"):
+        with pytest.raises(
+            RuntimeError, match=r"addcmul.* got torch.float16; expected torch.bfloat16 or torch.float32"
+        ):
             torch.addcmul(X, X.half(), X)
 
 
@@ -181,7 +211,12 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             return grad @ X.T
 
-    states = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    states = (
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
     with cuda_semantics.as_on_gpu():
         with torch.autocast("cuda"):  # float16 by default; the CPU's default is bfloat16
             assert torch.is_autocast_enabled() and (X @ X).dtype is torch.get_autocast_dtype("cuda") is torch.float16
@@ -206,7 +241,10 @@ def test_the_program_sees_a_gpu_s_autocast() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch switches it off where there is no GPU")
 def test_autocast_made_before_is_refused() -> None:
     decorated = torch.autocast("cuda", torch.bfloat16)(torch.relu)
-    with cuda_semantics.as_on_gpu(), pytest.raises(ExportError, match=r"created before the export, .* no GPU\. Create it in the forward"):
+    with (
+        cuda_semantics.as_on_gpu(),
+        pytest.raises(ExportError, match=r"created before the export, .* no GPU\. Create it in the forward"),
+    ):
         decorated(X)
 
 
@@ -215,7 +253,10 @@ def test_dropout_in_attention_is_refused_but_for_the_formula() -> None:
     x = torch.randn(3, 2, 8)
     trace.trace_program(net, (x,), {}, None, signature=net.forward)
     with cuda_semantics.as_on_gpu():
-        with pytest.raises(ExportError, match=r"with dropout 0.25: .* Export on a GPU \(target='cuda'\), or call it.*sdpa_kernel\(SDPBackend.MATH\)"):
+        with pytest.raises(
+            ExportError,
+            match=r"with dropout 0.25: .* Export on a GPU \(target='cuda'\), or call it.*sdpa_kernel\(SDPBackend.MATH\)",
+        ):
             trace.trace_program(net, (x,), {}, None, signature=net.forward)
         net.eval()
         trace.trace_program(net, (x,), {}, None, signature=net.forward)
@@ -236,11 +277,18 @@ def test_a_package_of_one_device_s_autocast_is_not_rebuilt_for_another() -> None
     manifest = open_package(Path(__file__).parents[1] / "golden" / "1.0-pair.pt2").manifest
     _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
     name, entry = next(iter(manifest.entries.items()))
-    cast = dataclasses.replace(entry.variants[0], ambient=dataclasses.replace(entry.variants[0].ambient, autocast="bfloat16"))
-    manifest = dataclasses.replace(manifest, entries={name: dataclasses.replace(entry, variants=(*entry.variants, cast))})
+    cast = dataclasses.replace(
+        entry.variants[0], ambient=dataclasses.replace(entry.variants[0].ambient, autocast="bfloat16")
+    )
+    manifest = dataclasses.replace(
+        manifest, entries={name: dataclasses.replace(entry, variants=(*entry.variants, cast))}
+    )
     _refuse_other_autocast(manifest, "cpu", "cpu:sse4")
     _refuse_other_autocast(manifest, "cuda", "cuda:sm_80")  # export does this with graphs captured for a GPU
-    with pytest.raises(ExportError, match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda:sm_90'"):
+    with pytest.raises(
+        ExportError,
+        match=f"'{name}' was captured under autocast bfloat16 for cpu, and cuda casts other .* target='cuda:sm_90'",
+    ):
         _refuse_other_autocast(manifest, "cpu", "cuda:sm_90")
 
 

@@ -31,7 +31,9 @@ class Singular(nn.Module):
 
 def forward_of(net: nn.Module, shapes: Any = None) -> tuple[Any, Any, Any]:
     x = torch.randn(4, 3, 3, requires_grad=True)
-    traced = trace.trace_program(net, (x,), {}, dynamic_shapes.normalized(shapes, net.forward, (x,), {}), signature=net.forward)
+    traced = trace.trace_program(
+        net, (x,), {}, dynamic_shapes.normalized(shapes, net.forward, (x,), {}), signature=net.forward
+    )
     return partition.split_module(traced, "net", {}, forward_only=False).graphs[0], traced.fake_mode, x.detach()
 
 
@@ -56,5 +58,8 @@ def test_results_keep_their_strides(shapes: Any) -> None:
 
 def test_what_no_copy_mends_is_refused() -> None:
     graph, fake_mode, _ = forward_of(Singular(2))
-    with pytest.raises(ExportError, match=r"net.forward: aten.slice.Tensor: expected strides .*, as on the CPU, got .*\. Make its result contiguous"):
+    with pytest.raises(
+        ExportError,
+        match=r"net.forward: aten.slice.Tensor: expected strides .*, as on the CPU, got .*\. Make its result contiguous",
+    ):
         retarget(graph, fake_mode, DEVICES["sm_90"], GPU)

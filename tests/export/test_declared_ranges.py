@@ -1,6 +1,6 @@
-"""Nothing between the trace and native code narrows a declared size range: not the trace, the passes over joint graphs, the partitioner, the
-decompositions or lowering. Each may test a size only for speed, and each new torch tests elsewhere. If the program itself narrows a size, the export
-fails."""
+"""Nothing between the trace and native code narrows a declared size range: not the trace, the passes over joint graphs,
+the partitioner, the decompositions or lowering. Each may test a size only for speed, and each new torch tests
+elsewhere. If the program itself narrows a size, the export fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class Attention(nn.Module):
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()
@@ -58,7 +60,10 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(10, 8), nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10))
+        self.embed, self.layers = (
+            nn.Embedding(10, 8),
+            nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10)),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.layers(self.embed(tokens)).flatten(0, 1), tokens.flatten())
@@ -83,10 +88,20 @@ def dynamic(*names: str, least: int = LEAST) -> dict[int, Dim]:
 
 
 CASES = {
-    "pairs": (Pairs, lambda n: (torch.randn(n, 3, requires_grad=True),), [dynamic("atoms")], ("module", "grad", "step")),
+    "pairs": (
+        Pairs,
+        lambda n: (torch.randn(n, 3, requires_grad=True),),
+        [dynamic("atoms")],
+        ("module", "grad", "step"),
+    ),
     "attention": (Attention, lambda n: (torch.randint(0, 10, (n, n + 1)),), [dynamic("rows", "length")], ("grad",)),
     "images": (Images, lambda n: (torch.randn(n, 1, 8, 8),), [dynamic("rows", least=1)], ("module", "grad")),
-    "words": (Words, lambda n: (torch.randint(0, 10, (n, n)),), [dynamic("rows", "length", least=1)], ("module", "grad")),
+    "words": (
+        Words,
+        lambda n: (torch.randint(0, 10, (n, n)),),
+        [dynamic("rows", "length", least=1)],
+        ("module", "grad"),
+    ),
     "heads": (Heads, lambda n: (torch.randn(n, n, 8),), [dynamic("rows", "length", least=1)], ("module", "grad")),
 }
 
@@ -109,11 +124,19 @@ def test_no_pass_narrows_a_declared_range(name: str, tmp_path: Path) -> None:
     for kind, entry in package.manifest.entries.items():
         (variant,) = entry.variants
         assert variant.guards == (), kind
-        assert {(s.label, s.minimum, s.maximum) for s in variant.symbols} == {(d.__name__, d.min, MOST) for d in shapes[0].values()}, kind
+        assert {(s.label, s.minimum, s.maximum) for s in variant.symbols} == {
+            (d.__name__, d.min, MOST) for d in shapes[0].values()
+        }, kind
     grad = package.grad("grad")
     for n in (shapes[0][0].min, 33, MOST - 1):  # around and beyond each limit in torch
         args = inputs(n)
-        expected = dict(zip([k for k, _ in model.named_parameters()], torch.autograd.grad(model(*args), list(model.parameters())), strict=True))
+        expected = dict(
+            zip(
+                [k for k, _ in model.named_parameters()],
+                torch.autograd.grad(model(*args), list(model.parameters())),
+                strict=True,
+            )
+        )
         torch.testing.assert_close(dict(grad(*args)[1]), expected, rtol=1e-3, atol=1e-5)
 
 
@@ -147,13 +170,18 @@ class LastChannels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.PixelShuffle(2), nn.GroupNorm(1, 1)).to(memory_format=torch.channels_last)
+        self.layers = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.PixelShuffle(2), nn.GroupNorm(1, 1)).to(
+            memory_format=torch.channels_last
+        )
         self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers(x.contiguous(memory_format=torch.channels_last)).flatten(1)[:, :12].view(-1, 3, 4)
         y = self.attend(y, y, y, need_weights=False)[0]
-        return torch.einsum("bij,bik->jk", y, y).square().sum() + y.cumsum(0).transpose(0, 1).contiguous().view(-1).square().sum()
+        return (
+            torch.einsum("bij,bik->jk", y, y).square().sum()
+            + y.cumsum(0).transpose(0, 1).contiguous().view(-1).square().sum()
+        )
 
 
 class Pooled(nn.Module):
@@ -168,7 +196,9 @@ class Pictures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 3, padding=1))
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 2, 3, padding=1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().sum()
@@ -197,14 +227,24 @@ SERVED = {
     "filled": (Filled, lambda n: (torch.randn(n, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
     "slopes": (Slopes, lambda n: (torch.randn(n, 3),), (_rows(),), [(1,), (5,), (MOST,)]),
     "channels": (LastChannels, lambda n: (torch.randn(n, 4, 4, 4),), (_rows(),), [(1,), (5,), (MOST,)]),
-    "pooled": (Pooled, lambda n: (torch.randn(n),), ({0: 2 * Dim("half", min=2, max=MOST)},), [(4,), (6,), (2 * MOST,)]),
+    "pooled": (
+        Pooled,
+        lambda n: (torch.randn(n),),
+        ({0: 2 * Dim("half", min=2, max=MOST)},),
+        [(4,), (6,), (2 * MOST,)],
+    ),
     "pictures": (
         Pictures,
         lambda n, m=7: (torch.randn(2, 2, n, m),),
         ({2: Dim("height", min=4, max=MOST), 3: Dim("width", min=4, max=MOST)},),
         [(4, 4), (9, 5), (5, 64)],
     ),
-    "signals": (Signals, lambda n: (torch.randn(2, 3, n),), ({2: Dim("length", min=4, max=MOST)},), [(4,), (9,), (MOST,)]),
+    "signals": (
+        Signals,
+        lambda n: (torch.randn(2, 3, n),),
+        ({2: Dim("length", min=4, max=MOST)},),
+        [(4,), (9,), (MOST,)],
+    ),
     "neighbours": (
         Neighbours,
         lambda n, m=3: (torch.randn(2, n, 3), torch.randint(n, (2, m, 1))),
@@ -248,14 +288,23 @@ class Corners(nn.Module):
 
 
 class Sequences(nn.Module):
-    """Conditions that hold for each size, but which a range does not prove; adaptive pooling, whose windows Inductor would write out."""
+    """Conditions that hold for each size, but which a range does not prove; adaptive pooling, whose windows Inductor
+    would write out."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = x.chunk(2, 2)
         pooled = nn.functional.max_pool1d(x, 2, ceil_mode=True)
         image = x[:, :, None]
-        means, maxima = (pool(image, (1, 3)) for pool in (nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_max_pool2d))
-        return parts[0].sin().sum() + parts[1].cos().sum() + (pooled * 2).sin().sum() + means.sin().sum() + maxima.cos().sum()
+        means, maxima = (
+            pool(image, (1, 3)) for pool in (nn.functional.adaptive_avg_pool2d, nn.functional.adaptive_max_pool2d)
+        )
+        return (
+            parts[0].sin().sum()
+            + parts[1].cos().sum()
+            + (pooled * 2).sin().sum()
+            + means.sin().sum()
+            + maxima.cos().sum()
+        )
 
 
 def at_one(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
@@ -280,10 +329,34 @@ SERVED_APART = {
         [(3, 3), (3, 7), (8, 3), (8, 7)],
         4,
     ),
-    "conditions that hold": (Sequences(), lambda n: (torch.randn(2, 3, n),), ({2: Dim("n", min=2, max=MOST)},), [(2,), (3,), (6,), (MOST,)], 1),
-    "a branch": (at_one, lambda n, k: (torch.randn(n), torch.zeros(k, dtype=torch.long)), ({0: _n}, {0: _k}), [(1, 3), (1, 40), (4, 0), (4, 3)], 2),
-    "squeeze": (squeezed, lambda n, k: (torch.randn(n), torch.zeros(k, dtype=torch.long)), ({0: _n}, {0: _k}), [(1, 1), (4, 3)], 2),
-    "a size of 0 and one of 1": (summed_up, lambda n: (torch.randn(n),), ({0: Dim("n", min=1, max=MOST)},), [(1,), (2,), (5,)], 2),
+    "conditions that hold": (
+        Sequences(),
+        lambda n: (torch.randn(2, 3, n),),
+        ({2: Dim("n", min=2, max=MOST)},),
+        [(2,), (3,), (6,), (MOST,)],
+        1,
+    ),
+    "a branch": (
+        at_one,
+        lambda n, k: (torch.randn(n), torch.zeros(k, dtype=torch.long)),
+        ({0: _n}, {0: _k}),
+        [(1, 3), (1, 40), (4, 0), (4, 3)],
+        2,
+    ),
+    "squeeze": (
+        squeezed,
+        lambda n, k: (torch.randn(n), torch.zeros(k, dtype=torch.long)),
+        ({0: _n}, {0: _k}),
+        [(1, 1), (4, 3)],
+        2,
+    ),
+    "a size of 0 and one of 1": (
+        summed_up,
+        lambda n: (torch.randn(n),),
+        ({0: Dim("n", min=1, max=MOST)},),
+        [(1,), (2,), (5,)],
+        2,
+    ),
 }
 
 
@@ -291,7 +364,9 @@ SERVED_APART = {
 def test_a_few_sizes_that_the_code_excludes_get_variants_of_their_own(name: str, tmp_path: Path) -> None:
     fn, inputs, shapes, sizes, variants = SERVED_APART[name]
     torch.manual_seed(0)
-    path = ab.export_grad(fn, inputs(*sizes[-1]), wrt="x", dynamic_shapes=shapes, path=tmp_path / "apart.pt2", tune="none")
+    path = ab.export_grad(
+        fn, inputs(*sizes[-1]), wrt="x", dynamic_shapes=shapes, path=tmp_path / "apart.pt2", tune="none"
+    )
     package = load(path)
     assert len(package.manifest.entries["grad"].variants) == variants
     for at in sizes:
@@ -327,8 +402,13 @@ def test_more_sizes_apart_than_few_fail_the_export(tmp_path: Path) -> None:
     def three(x: torch.Tensor) -> torch.Tensor:
         return x.sin().sum() if x.shape[0] > 3 else x.cos().sum()
 
-    with pytest.raises(ab.ExportError, match=r"n \(x\.shape\[0\]\): expected code for 1 to 200, as declared, got code for 4 to 200, in three \("):
-        ab.export_grad(three, (torch.randn(5),), wrt="x", dynamic_shapes=({0: _n},), path=tmp_path / "no.pt2", tune="none")
+    with pytest.raises(
+        ab.ExportError,
+        match=r"n \(x\.shape\[0\]\): expected code for 1 to 200, as declared, got code for 4 to 200, in three \(",
+    ):
+        ab.export_grad(
+            three, (torch.randn(5),), wrt="x", dynamic_shapes=({0: _n},), path=tmp_path / "no.pt2", tune="none"
+        )
 
 
 def long(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
@@ -361,31 +441,47 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("program", REFUSED)
-def test_a_declared_size_that_is_not_served_fails_the_export(program: Callable[..., torch.Tensor], tmp_path: Path) -> None:
-    """It names each size once, with the bound, the line and the alternative. Sizes left to the trace (``Dim.AUTO``) are narrowed."""
+def test_a_declared_size_that_is_not_served_fails_the_export(
+    program: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    """It names each size once, with the bound, the line and the alternative. Sizes left to the trace (``Dim.AUTO``) are
+    narrowed."""
     second = 4 if program in (equal, ramp) else 3
     args = (torch.randn(4), torch.arange(second))
     shared = Dim("n", min=1, max=MOST)
     other = shared if program is ramp else Dim("k", min=1, max=MOST)
     with pytest.raises(ab.ExportError, match=REFUSED[program]) as raised:
-        ab.export_grad(program, args, wrt="x", dynamic_shapes=({0: shared}, {0: other}), path=tmp_path / "no.pt2", tune="none")
+        ab.export_grad(
+            program, args, wrt="x", dynamic_shapes=({0: shared}, {0: other}), path=tmp_path / "no.pt2", tune="none"
+        )
     assert str(raised.value).count("is declared") <= 1 and "mark_dynamic" not in str(raised.value)
 
 
 def test_sizes_left_to_the_trace_are_narrowed_and_those_beside_them_stay(tmp_path: Path) -> None:
     shapes = ({0: Dim.AUTO}, {0: Dim("k", min=1, max=MOST)})
-    path = ab.export_grad(at_one, (torch.randn(4), torch.arange(3)), wrt="x", dynamic_shapes=shapes, path=tmp_path / "auto.pt2", tune="none")
+    path = ab.export_grad(
+        at_one,
+        (torch.randn(4), torch.arange(3)),
+        wrt="x",
+        dynamic_shapes=shapes,
+        path=tmp_path / "auto.pt2",
+        tune="none",
+    )
     (variant,) = load(path).manifest.entries["grad"].variants
     assert {s.label: s.minimum for s in variant.symbols}["k"] == 1
     grad = load(path).grad()
-    torch.testing.assert_close(grad(x := torch.randn(5), torch.zeros(1, dtype=torch.long))[1], x.cos() + torch.eye(5)[0])
+    torch.testing.assert_close(
+        grad(x := torch.randn(5), torch.zeros(1, dtype=torch.long))[1], x.cos() + torch.eye(5)[0]
+    )
     with pytest.raises(ab.InputError, match=r"is valid only if x\.shape\[0\] != 1"):
         grad(torch.randn(1), torch.zeros(1, dtype=torch.long))
 
 
 def test_a_size_of_1_that_eager_refuses_is_left_out(tmp_path: Path) -> None:
     net = nn.BatchNorm1d(3)
-    path = ab.export_module(net, (torch.randn(5, 3),), dynamic_shapes=(_rows(),), path=tmp_path / "norm.pt2", tune="none")
+    path = ab.export_module(
+        net, (torch.randn(5, 3),), dynamic_shapes=(_rows(),), path=tmp_path / "norm.pt2", tune="none"
+    )
     (variant,) = load(path).manifest.entries["module"].variants
     assert [s.minimum for s in variant.symbols] == [2]
 
@@ -395,7 +491,9 @@ def test_a_size_of_0_is_served_if_compiled_code_computes_what_eager_does(tmp_pat
     net, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU()), torch.randn(3, 1, 4, 4)
     least = {}
     for name, layers in (("norm", net), ("none", net[0])):
-        path = ab.export_module(layers, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / f"{name}.pt2", tune="none")
+        path = ab.export_module(
+            layers, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / f"{name}.pt2", tune="none"
+        )
         (variant,) = load(path).manifest.entries["module"].variants
         least[name] = variant.symbols[0].minimum
     assert least == {"norm": 1, "none": 0}

@@ -78,13 +78,17 @@ def test_through_the_command_line(tmp_path: Path) -> None:
         x, y, t = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 2), torch.randn(rows, 2)
         expected = made["Fixed"]()(x, y, target=t)
         value, gradient = slope(x.detach(), y, target=t)
-        torch.testing.assert_close([value, gradient], [expected.detach(), *torch.autograd.grad(expected, x)], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            [value, gradient], [expected.detach(), *torch.autograd.grad(expected, x)], rtol=1e-4, atol=1e-5
+        )
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(eager(x.detach(), y), t)
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(step(x.detach(), y, t), loss.detach())
-    torch.testing.assert_close([p.detach() for p in step.parameters.values()], [p.detach() for p in eager.parameters()], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        [p.detach() for p in step.parameters.values()], [p.detach() for p in eager.parameters()], rtol=1e-4, atol=1e-5
+    )
     variant = loaded.manifest.entries["fit"].variants[0]
     assert [t.shape[1] for t in variant.inputs] == [3, 2, 2]  # AUTO, and fixed by the layer
     assert all(isinstance(t.shape[0], str) for t in variant.inputs)
@@ -120,7 +124,10 @@ X, Y = torch.randn(5, 3), torch.randn(5, 3)
             r"x\.shape\[0\] is Dim\.DYNAMIC, and the program.* is valid only for 5 \(guard: x\.shape\[0\] == 5\): say Dim\.AUTO",
         ),
         (({1: Dim.DYNAMIC}, None), r"x\.shape\[1\] is Dim\.DYNAMIC, and the program.* is valid only for 3"),
-        (({0: Dim.AUTO(min=6)}, None), r"dimension 0 of the example at \['x'\] is 5, not within DimHint\(AUTO, min=6\)"),
+        (
+            ({0: Dim.AUTO(min=6)}, None),
+            r"dimension 0 of the example at \['x'\] is 5, not within DimHint\(AUTO, min=6\)",
+        ),
         (({0: Dim.DYNAMIC(max=4)}, None), r"dimension 0 of the example at \['x'\] is 5, not within DimHint"),
         (({0: "batch"}, None), r"index 0 .*dynamic_shapes\['x'\].* got 'batch' instead"),
         (({3: Dim.AUTO}, None), r"the tensor at \['x'\] has 2 dimensions and no dimension 3"),
@@ -172,7 +179,10 @@ def test_spellings_that_mean_the_same() -> None:
     ):
         found = normalized(shapes, module.forward, args, kwargs)
         assert found is not None
-        sizes = [{d: s for d, s in (f or {}).items() if s is not Dim.STATIC} for f in (found["first"], *found["args"], found["kwargs"]["last"])]
+        sizes = [
+            {d: s for d, s in (f or {}).items() if s is not Dim.STATIC}
+            for f in (found["first"], *found["args"], found["kwargs"]["last"])
+        ]
         assert sizes == [ROWS, ROWS, {}, ROWS], shapes
     more = AdditionalInputs()
     more.add((torch.randn(6, 3), torch.randn(6, 3), torch.randn(6, 3)), {"last": torch.randn(6, 3)})
@@ -186,7 +196,13 @@ def test_spellings_that_mean_the_same() -> None:
 def test_a_size_that_was_left_to_the_trace_and_came_out_fixed_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     shapes = ({0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO})
-    ab.export_module(Two(), (X, Y), dynamic_shapes=shapes, path=tmp_path / "a.pt2", progress=lambda what, *_: said.append(what))
-    assert [s.partition("static, ")[2] for s in said if "Dim.AUTO" in s] == ["x.shape[0] = 5", "x.shape[1] = 3", "y.shape[0] = 5"]
+    ab.export_module(
+        Two(), (X, Y), dynamic_shapes=shapes, path=tmp_path / "a.pt2", progress=lambda what, *_: said.append(what)
+    )
+    assert [s.partition("static, ")[2] for s in said if "Dim.AUTO" in s] == [
+        "x.shape[0] = 5",
+        "x.shape[1] = 3",
+        "y.shape[0] = 5",
+    ]
     done = aot_backward("inspect", tmp_path / "a.pt2")
     assert "5" in done.stdout and done.returncode == 0

@@ -38,7 +38,8 @@ Point = namedtuple("Point", "x y")
 
 
 class Tree(nn.Module):
-    """Every nesting of inputs and outputs, an output that is a view of an input, one returned twice, and a parameter as output."""
+    """Every nesting of inputs and outputs, an output that is a view of an input, one returned twice, and a parameter as
+    output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,10 @@ def test_what_the_compiler_assumes_of_a_size_is_a_guard_also_from_its_cache(tmp_
     found = []
     for i in range(2):
         path = ab.export_grad(
-            lambda x: x.diagonal().square().sum(), (torch.randn(5, 8),), dynamic_shapes=({0: Dim.AUTO(min=2)},), path=tmp_path / f"{i}.pt2"
+            lambda x: x.diagonal().square().sum(),
+            (torch.randn(5, 8),),
+            dynamic_shapes=({0: Dim.AUTO(min=2)},),
+            path=tmp_path / f"{i}.pt2",
         )
         found.append(open_package(path).manifest.entries["grad"].variants[0].guards)
         grad, x = load(path).grad(), torch.randn(8, 8, requires_grad=True)
@@ -123,7 +127,11 @@ def test_the_program_is_left_as_it_was(tmp_path: Path) -> None:
         assert (parameter.grad is None) == (gradients[name] is None)
         if parameter.grad is not None:
             assert torch.equal(parameter.grad, gradients[name])
-    assert not torch.is_autocast_enabled("cpu") and torch.backends.mkldnn.enabled and torch.backends.nnpack.is_available() is not None
+    assert (
+        not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+        and torch.backends.nnpack.is_available() is not None
+    )
 
 
 class Root(nn.Module):
@@ -148,8 +156,9 @@ class Root(nn.Module):
 def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     spoil: str, last: type[nn.Module], width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spoil the graph between capture and compiler, as a wrong pass would: the old package remains. An infinite gradient of another parameter does
-    not hide the error. Large gradients, which are compared one at a time, are also checked."""
+    """Spoil the graph between capture and compiler, as a wrong pass would: the old package remains. An infinite
+    gradient of another parameter does not hide the error. Large gradients, which are compared one at a time, are also
+    checked."""
     target = tmp_path / "net.pt2"
     shutil.copy(golden_files.PAIR, target)
     finish = partition._finish_backward
@@ -172,7 +181,9 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
 
     monkeypatch.setattr(partition, "_finish_backward", spoilt)
     net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), last())
-    with pytest.raises(ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"):
+    with pytest.raises(
+        ExportError, match=r"gradient of (0|2)\.weight is wrong: off by .* is allowed; nothing was written"
+    ):
         ab.export_module(net, (torch.randn(3, width),), path=target)
     assert target.read_bytes() == golden_files.PAIR.read_bytes() and list(tmp_path.iterdir()) == [target]
 
@@ -182,13 +193,18 @@ def test_a_wrong_gradient_fails_the_export_and_names_the_tensor(
     [
         ("backward", "a weight", r"module variant 0: the compiled code writes to 2.weight, which it should only read"),
         ("forward", "the input", r"module variant 0: the compiled code writes to input, which it should only read"),
-        ("inference", "the result", r"module variant 0: output\[0\] without gradients is wrong: off by .* is allowed; nothing was written"),
+        (
+            "inference",
+            "the result",
+            r"module variant 0: output\[0\] without gradients is wrong: off by .* is allowed; nothing was written",
+        ),
     ],
 )
 def test_what_no_comparison_of_gradients_sees_fails_the_export(
     role: str, what: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither export nor ``verify`` accepts code that writes to read-only inputs, or code that does so only under ``no_grad``."""
+    """Neither export nor ``verify`` accepts code that writes to read-only inputs, or code that does so only under
+    ``no_grad``."""
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4)
     export = partial(ab.export, entries={"module": ab.Module(net, [ab.Variant((x,), mode="eval")])}, tune="none")
@@ -208,12 +224,22 @@ def test_what_no_comparison_of_gradients_sees_fails_the_export(
         def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
             results: list[torch.Tensor] = self.runner.run(inputs)
             with torch.no_grad():
-                changed = {"a weight": self.bound, "the input": [t for t in inputs if t.shape == x.shape], "the result": results}[what]
+                changed = {
+                    "a weight": self.bound,
+                    "the input": [t for t in inputs if t.shape == x.shape],
+                    "the result": results,
+                }[what]
                 changed[0].detach().mul_(1.01)
             return results
 
     def load_spoilt(library: Library) -> Any:
-        its_role = "inference" if len(library.spec.outputs) == 1 else "forward" if len(library.spec.constants) == 4 else "backward"
+        its_role = (
+            "inference"
+            if len(library.spec.outputs) == 1
+            else "forward"
+            if len(library.spec.constants) == 4
+            else "backward"
+        )
         return Spoiling(loaded(library)) if its_role == role else loaded(library)
 
     monkeypatch.setattr(Library, "_load", load_spoilt)
@@ -224,13 +250,18 @@ def test_what_no_comparison_of_gradients_sees_fails_the_export(
 
 
 @pytest.mark.filterwarnings("ignore:.*support is experimental")
-@pytest.mark.parametrize("dtype", ["bool", "uint16", "uint32", "float8_e4m3fn", "bfloat16", "float64", "complex32", "complex128"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint16", "uint32", "float8_e4m3fn", "bfloat16", "float64", "complex32", "complex128"]
+)
 def test_what_is_written_is_seen_in_every_dtype(dtype: str) -> None:
     tensor = torch.zeros(5, 3).to(getattr(torch, dtype))
     for written in (tensor, tensor.t()):
         with named_results._only_read({"it": written}):
             pass
-        with pytest.raises(named_results.Overwritten, match="writes to it, which"), named_results._only_read({"it": written}):
+        with (
+            pytest.raises(named_results.Overwritten, match="writes to it, which"),
+            named_results._only_read({"it": written}),
+        ):
             tensor[4, 1] = 1
         tensor[4, 1] = 0
 
@@ -246,39 +277,59 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize("factor", [1.0, 1 + 1e-4])
 def test_a_sum_of_many_terms_that_cancel(tmp_path: Path, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """98,304 products: eager's sum happens to be within 1.5e-6 of float64's, and the compiled one is off by 1e-3, of a sum of absolute values of 6e4.
-    An error of 1e-4 of that is refused."""
+    """98,304 products: eager's sum happens to be within 1.5e-6 of float64's, and the compiled one is off by 1e-3, of a
+    sum of absolute values of 6e4. An error of 1e-4 of that is refused."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(98_304, generator=generator), torch.randn(98_304, generator=generator)
     sum_of = eager_check.results_of_entry
 
     def results(*args: Any, inference: bool) -> Any:
         named = sum_of(*args, inference=inference)
-        return {n: t if t is None or t.numel() != 1 else t + (factor - 1) * float((x * weight.detach()).abs().sum()) for n, t in named.items()}
+        return {
+            n: t if t is None or t.numel() != 1 else t + (factor - 1) * float((x * weight.detach()).abs().sum())
+            for n, t in named.items()
+        }
 
     monkeypatch.setattr(eager_check, "results_of_entry", results)
-    with contextlib.nullcontext() if factor == 1 else pytest.raises(ExportError, match=r"output\[1\] is wrong: off by .* is allowed"):
+    with (
+        contextlib.nullcontext()
+        if factor == 1
+        else pytest.raises(ExportError, match=r"output\[1\] is wrong: off by .* is allowed")
+    ):
         ab.export_module(Product(weight), (x,), path=tmp_path / "module.pt2")
-    with contextlib.nullcontext() if factor == 1 else pytest.raises(ExportError, match=r"output\[0\] is wrong: off by .* is allowed"):
+    with (
+        contextlib.nullcontext()
+        if factor == 1
+        else pytest.raises(ExportError, match=r"output\[0\] is wrong: off by .* is allowed")
+    ):
         ab.export_grad(lambda x, weight: (x * weight).sum(), (x, weight.requires_grad_()), path=tmp_path / "grad.pt2")
 
 
 @pytest.mark.parametrize("seed", [4, 11, 17])
 def test_a_sum_of_few_16_bit_numbers_that_cancel(seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With these seeds eager's sum is nearer to float64's by chance than 16-bit numbers are. The check blamed the multiplication for the
-    difference."""
+    """With these seeds eager's sum is nearer to float64's by chance than 16-bit numbers are. The check blamed the
+    multiplication for the difference."""
     torch.manual_seed(seed)
     numbers = tuple(torch.randn(40, dtype=torch.float16, requires_grad=True) for _ in range(2))
     length = {0: Dim("length", min=2)}
-    ab.export_grad(lambda x, weight: (torch.tanh(x) * weight).float().sum(), numbers, dynamic_shapes=(length, length), path=tmp_path / "grad.pt2")
+    ab.export_grad(
+        lambda x, weight: (torch.tanh(x) * weight).float().sum(),
+        numbers,
+        dynamic_shapes=(length, length),
+        path=tmp_path / "grad.pt2",
+    )
     assert "gave other numbers" not in capsys.readouterr().err
 
 
-def test_a_sum_of_few_16_bit_numbers_that_is_off_by_a_hundredth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_of_few_16_bit_numbers_that_is_off_by_a_hundredth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sum_of = eager_check.results_of_entry
 
     def results(*args: Any, inference: bool) -> Any:
-        return {n: t if t is None or t.numel() != 1 else t * 1.01 for n, t in sum_of(*args, inference=inference).items()}
+        return {
+            n: t if t is None or t.numel() != 1 else t * 1.01 for n, t in sum_of(*args, inference=inference).items()
+        }
 
     monkeypatch.setattr(eager_check, "results_of_entry", results)
     torch.manual_seed(4)
@@ -288,7 +339,9 @@ def test_a_sum_of_few_16_bit_numbers_that_is_off_by_a_hundredth(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("factor", [1.01, 1.2])
-def test_a_result_may_be_off_as_far_as_eagers_own_rounding(factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_may_be_off_as_far_as_eagers_own_rounding(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 the program adds 2 % that change entirely with the last bit of its input, as rounding does."""
     right = eager_check.results_of_entry
 
@@ -301,7 +354,11 @@ def test_a_result_may_be_off_as_far_as_eagers_own_rounding(factor: float, tmp_pa
     monkeypatch.setattr(eager_check, "results_of_entry", results)
     torch.manual_seed(0)
     x = (torch.rand(400) + 1).requires_grad_()
-    with contextlib.nullcontext() if factor == 1.01 else pytest.raises(ExportError, match="gradient of x is wrong: off by"):
+    with (
+        contextlib.nullcontext()
+        if factor == 1.01
+        else pytest.raises(ExportError, match="gradient of x is wrong: off by")
+    ):
         ab.export_grad(rounded, (x,), path=tmp_path / "grad.pt2", tune="none")
 
 
@@ -350,8 +407,13 @@ class Cast(nn.Module):
             return (self.last(self.first(x).tanh()).float() - x).square().mean()
 
 
-@pytest.mark.parametrize(("factor", "kind"), [(1.0, "reads another"), (3.0, "reads another"), (0.0, "reads another"), (1.0001, "was removed")])
-def test_large_gradients_of_parameters_with_hooks_are_compared(factor: float, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("factor", "kind"),
+    [(1.0, "reads another"), (3.0, "reads another"), (0.0, "reads another"), (1.0001, "was removed")],
+)
+def test_large_gradients_of_parameters_with_hooks_are_compared(
+    factor: float, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A hook may read a parameter that already has its gradient. A removed hook leaves an empty dict."""
     passes = partition.joint_passes
 
@@ -374,14 +436,22 @@ def test_large_gradients_of_parameters_with_hooks_are_compared(factor: float, ki
     hook = net.first.weight.register_hook(lambda g: g * net.last.weight.norm() if kind == "reads another" else g)
     if kind == "was removed":
         hook.remove()
-    wrong = pytest.raises(ExportError, match=r"gradient of first\.weight is wrong") if factor != 1 else contextlib.nullcontext()
+    wrong = (
+        pytest.raises(ExportError, match=r"gradient of first\.weight is wrong")
+        if factor != 1
+        else contextlib.nullcontext()
+    )
     with wrong:
         ab.export_grad(net, (torch.randn(4, 160),), wrt="parameters", path=tmp_path / "net.pt2")
 
 
 def test_the_measure() -> None:
-    """Eager's own error and a few roundings are allowed, a real difference is not, and a zero gradient is compared with the largest."""
-    t = {"gradient of w": torch.randn(1000, dtype=torch.float64), "gradient of zero": torch.zeros(4, dtype=torch.float64)}
+    """Eager's own error and a few roundings are allowed, a real difference is not, and a zero gradient is compared with
+    the largest."""
+    t = {
+        "gradient of w": torch.randn(1000, dtype=torch.float64),
+        "gradient of zero": torch.zeros(4, dtype=torch.float64),
+    }
     e = {n: (v + 1e-8 * torch.randn_like(v)).float() for n, v in t.items()}
 
     reference = Reference(t, dict.fromkeys(t, 0.0), float64=True)
@@ -402,10 +472,14 @@ def test_what_is_not_finite_is_in_no_norm() -> None:
     assert norm(torch.tensor([3.0, float("inf"), 4.0, float("nan")])) == 5
     before, after = {"parameter w": torch.zeros(3)}, {"parameter w": torch.tensor([1.0, 2.0, float("inf")])}
     eager = step_check.StepResults(losses={}, before=before, after=after, gradients=[])
-    wrong = step_check.StepResults(losses={}, before=before, after={"parameter w": torch.tensor([1.0, 2.1, float("inf")])}, gradients=[])
+    wrong = step_check.StepResults(
+        losses={}, before=before, after={"parameter w": torch.tensor([1.0, 2.1, float("inf")])}, gradients=[]
+    )
     reference = Reference(eager, {"parameter w": 0.0}, float64=False)
     for actual, expected in ((eager, False), (wrong, True)):
-        assert [c.wrong for c in step_check._compare_steps(actual, eager, reference, reduced_precision=False)] == [expected]
+        assert [c.wrong for c in step_check._compare_steps(actual, eager, reference, reduced_precision=False)] == [
+            expected
+        ]
 
 
 def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
@@ -415,7 +489,9 @@ def test_an_output_with_inf_is_verified(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x.sin().sum(), x.detach().masked_fill(torch.eye(3, dtype=torch.bool), float("-inf"))
 
-    assert verify_package(ab.export_module(Masked(), (torch.randn(3, 3, requires_grad=True),), path=tmp_path / "masked.pt2")).ok
+    assert verify_package(
+        ab.export_module(Masked(), (torch.randn(3, 3, requires_grad=True),), path=tmp_path / "masked.pt2")
+    ).ok
 
 
 class Halved(torch.autograd.Function):
@@ -472,7 +548,12 @@ def test_a_size_of_0_that_eager_refuses_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rows .* is 0; expected at least 1 and at most 64"):
         load(path).module()(torch.randn(0, 3))
     both = {"x": rows[0], "y": rows[0]}  # equal, so they can be 0 only together
-    path = ab.export_grad(lambda x, y: (x * y)[0].sum(), (torch.randn(5, 3), torch.randn(5, 3)), dynamic_shapes=both, path=tmp_path / "both.pt2")
+    path = ab.export_grad(
+        lambda x, y: (x * y)[0].sum(),
+        (torch.randn(5, 3), torch.randn(5, 3)),
+        dynamic_shapes=both,
+        path=tmp_path / "both.pt2",
+    )
     with pytest.raises(InputError, match=r"is 0; expected at least 1"):
         load(path).grad()(torch.randn(0, 3), torch.randn(0, 3))
     path = ab.export_module(nn.Tanh(), (torch.randn(5, 3),), dynamic_shapes=rows, path=tmp_path / "all.pt2")
@@ -516,13 +597,29 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "wrong number of arguments": (lambda: nn.Linear(3, 3), {"args": (X, X)}, r"the example arguments do not fit"),
     "sparse input": (lambda: nn.Linear(3, 3), {"args": (X.to_sparse(),)}, r"has layout torch\.sparse_coo"),
     "object input": (lambda: nn.Linear(3, 3), {"args": (object(),)}, r"is a object; a package takes tensors"),
-    "the program fails": (lambda: nn.Linear(4, 3), {}, r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]"),
+    "the program fails": (
+        lambda: nn.Linear(4, 3),
+        {},
+        r"the program could not be traced: RuntimeError: .*\[3, 3\] X \[4, 3\]",
+    ),
     "unknown output type": (Odd, {}, r"Odd"),
-    "unknown name": (lambda: nn.Linear(3, 3), {"requires_grad": ["y"]}, r"names 'y', which is neither .* the inputs 'input' and the parameters"),
+    "unknown name": (
+        lambda: nn.Linear(3, 3),
+        {"requires_grad": ["y"]},
+        r"names 'y', which is neither .* the inputs 'input' and the parameters",
+    ),
     "kwargs is no dict": (lambda: nn.Linear(3, 3), {"kwargs": [1]}, r"kwargs is a list; expected a dict"),
     "names are none": (lambda: nn.Linear(3, 3), {"requires_grad": [3]}, r"requires_grad is \[3\]; expected names"),
-    "a size by name alone": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"input": {0: "batch"}}}, r"dynamic_shapes does not fit the example"),
-    "another argument's sizes": (lambda: nn.Linear(3, 3), {"dynamic_shapes": {"y": {0: Dim("n")}}}, r"dynamic_shapes does not fit the example"),
+    "a size by name alone": (
+        lambda: nn.Linear(3, 3),
+        {"dynamic_shapes": {"input": {0: "batch"}}},
+        r"dynamic_shapes does not fit the example",
+    ),
+    "another argument's sizes": (
+        lambda: nn.Linear(3, 3),
+        {"dynamic_shapes": {"y": {0: Dim("n")}}},
+        r"dynamic_shapes does not fit the example",
+    ),
     "integer gradient": (
         nn.Identity,
         {"args": (torch.arange(3),), "requires_grad": ["input"]},
@@ -550,14 +647,20 @@ def test_destinations_and_names_are_checked_before_the_work(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe.pt2")
     before = model.read_bytes()
     wrong = [(tmp_path, "is a directory"), (tmp_path / "a" / "b.pt2", "does not exist; make it first")]
-    wrong += [(path, "expected a package or no file, got another file") for path in (model, text, tmp_path / "backup.pt2", tmp_path / "pipe.pt2")]
+    wrong += [
+        (path, "expected a package or no file, got another file")
+        for path in (model, text, tmp_path / "backup.pt2", tmp_path / "pipe.pt2")
+    ]
     for path, message in wrong:
         with pytest.raises(ExportError, match=message):
             ab.export(path, {"net": ab.Module(nn.Linear(3, 3), [variant])})
     assert model.read_bytes() == before and text.read_text() == "mine"
     with pytest.raises(PackageError, match=r"A file of torch\.save has them: export the model"):
         load(model)
-    for entries, message in (({}, "entries is empty"), ({"a b": ab.Module(nn.Linear(3, 3), [variant])}, "use a Python identifier")):
+    for entries, message in (
+        ({}, "entries is empty"),
+        ({"a b": ab.Module(nn.Linear(3, 3), [variant])}, "use a Python identifier"),
+    ):
         with pytest.raises(ExportError, match=message):
             ab.export(tmp_path / "x.pt2", entries)
     nonsense: list[tuple[Any, str]] = [
@@ -583,7 +686,12 @@ def test_a_size_that_the_program_fixes_is_refused(tmp_path: Path) -> None:
             return x.reshape(4, -1).tanh()
 
     with pytest.raises(ExportError, match=r"batch"):
-        ab.export_module(Fixed(), (torch.randn(4, 6),), dynamic_shapes={"x": {0: Dim("batch", min=2, max=64), 1: None}}, path=tmp_path / "x.pt2")
+        ab.export_module(
+            Fixed(),
+            (torch.randn(4, 6),),
+            dynamic_shapes={"x": {0: Dim("batch", min=2, max=64), 1: None}},
+            path=tmp_path / "x.pt2",
+        )
 
 
 def test_without_weights(tmp_path: Path) -> None:

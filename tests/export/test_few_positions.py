@@ -19,7 +19,12 @@ from ..support.oracle import assert_same, run
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-KINDS = {"1d": (nn.Conv1d, (7,)), "2d": (nn.Conv2d, (3, 3)), "3d": (nn.Conv3d, (2, 1, 3)), "one position": (nn.Conv2d, (1, 1))}
+KINDS = {
+    "1d": (nn.Conv1d, (7,)),
+    "2d": (nn.Conv2d, (3, 3)),
+    "3d": (nn.Conv3d, (2, 1, 3)),
+    "one position": (nn.Conv2d, (1, 1)),
+}
 
 
 def gradients(layer: nn.Module, x: Tensor) -> torch.fx.GraphModule:

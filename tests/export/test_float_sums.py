@@ -1,4 +1,5 @@
-"""Sums of a dynamic number of floats are as exact as pairwise sums for any length, in every direction of vector loops."""
+"""Sums of a dynamic number of floats are as exact as pairwise sums for any length, in every direction of vector
+loops."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Return packages by number of columns. The gradient of ``weight`` adds up over the rows in whole vectors (16), in parts of one (5), and over all
-    (0)."""
+    """Return packages by number of columns. The gradient of ``weight`` adds up over the rows in whole vectors (16), in
+    parts of one (5), and over all (0)."""
     folder, found = tmp_path_factory.mktemp("sums"), {}
     rows = {0: Dim("rows", min=2, max=1 << 26)}
     for columns in (16, 5, 0):
         example = torch.randn(40, columns or 1), torch.randn(columns or 1, requires_grad=True)
         path = folder / f"{columns}.pt2"
-        found[columns] = load(ab.export_grad(weighed, example, wrt=["weight"], dynamic_shapes=(rows, None), path=path, tune="none"))
+        found[columns] = load(
+            ab.export_grad(weighed, example, wrt=["weight"], dynamic_shapes=(rows, None), path=path, tune="none")
+        )
     return found
 
 

@@ -25,7 +25,9 @@ NAMES = ["line", "image", "last", "volume", "half", "table"]
 aten = torch.ops.aten
 
 
-def interpolated(line: Tensor, image: Tensor, last: Tensor, volume: Tensor, half: Tensor, table: Tensor, index: Tensor) -> Tensor:
+def interpolated(
+    line: Tensor, image: Tensor, last: Tensor, volume: Tensor, half: Tensor, table: Tensor, index: Tensor
+) -> Tensor:
     """Interpolate in each way that has a gradient, up and down, with position-dependent gradients."""
     terms = [
         functional.interpolate(line, scale_factor=2.0, mode="linear"),
@@ -56,7 +58,9 @@ def tensors(batch: int) -> tuple[Tensor, ...]:
 def test_gradients_of_interpolation_are_eagers(tmp_path: Path) -> None:
     path = tmp_path / "up.pt2"
     rows = {0: Dim("batch", min=1, max=64)}
-    ab.export_grad(interpolated, tensors(3), dynamic_shapes=(rows, rows, rows, rows, rows, None, None), wrt=NAMES, path=path)
+    ab.export_grad(
+        interpolated, tensors(3), dynamic_shapes=(rows, rows, rows, rows, rows, None, None), wrt=NAMES, path=path
+    )
     assert KERNEL in path.read_bytes()
     gradient = load(path).grad()
     for batch in (3, 1, 8):
@@ -67,7 +71,9 @@ def test_gradients_of_interpolation_are_eagers(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, value.detach(), rtol=1e-4, atol=1e-4)
         for name, exact in zip(NAMES, expected, strict=True):
             tolerance = 2e-2 if name == "half" else 1e-5
-            torch.testing.assert_close(gradients[name], exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+            torch.testing.assert_close(
+                gradients[name], exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+            )
             assert gradients[name].stride() == exact.stride(), name
 
 
@@ -89,7 +95,9 @@ def test_axis_by_axis_gives_what_all_axes_at_once_give(kind: str, align: bool) -
     calls: list[tuple[str, list[Any]]] = [("_upsample_linear", [given, sizes, align, [None] * len(sizes)])]
     calls += [("_upsample_linear", [given, [int(1.5 * n) for n in given.shape[2:]], align, scales])]
     if len(sizes) == 2:
-        calls += [("upsample_bicubic2d_default", [given, sizes, align, *scales]) for scales in ((None, None), (1.8, 0.7))]
+        calls += [
+            ("upsample_bicubic2d_default", [given, sizes, align, *scales]) for scales in ((None, None), (1.8, 0.7))
+        ]
     for name, arguments in calls:
         expected = getattr(torch_api.decompositions, name)(*arguments)
         with axis_by_axis():
@@ -105,7 +113,9 @@ def test_a_scale_that_is_not_the_sizes_reads_nothing_past_the_end() -> None:
 
 
 def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
-    graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
+    graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(
+        *arguments
+    )
     return rewriting.rewritten(graph, by_rows, by_scatter_add)
 
 
@@ -127,7 +137,13 @@ SUMS = {
     "in the middle": (second, torch.randn(3, 8, 9), torch.randn(3, 6, 9), I6),
     "two axes": (outer, torch.zeros(9, 4, 6), torch.randn(9, 5, 6), I5[:, None], I6),
     "two axes, and one after them": (outer, torch.randn(2, 4, 6, 8), torch.randn(2, 5, 6, 8), I5[:, None], I6[None]),
-    "the first two": (lambda to, v, a, b: put(to, v, a, b), torch.randn(4, 6, 9), torch.randn(5, 6, 9), I5[:, None], I6),
+    "the first two": (
+        lambda to, v, a, b: put(to, v, a, b),
+        torch.randn(4, 6, 9),
+        torch.randn(5, 6, 9),
+        I5[:, None],
+        I6,
+    ),
     "int32": (second, torch.randn(20, 8, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64), I6.int()),
     "no index": (second, torch.randn(20, 8), torch.randn(20, 0), I6[:0]),
 }
@@ -148,12 +164,23 @@ OTHERS = {
     "pairs": (outer, torch.zeros(9, 4, 6), torch.randn(9, 5), I5, I5),
     "an index of two axes": (second, torch.zeros(20, 8), torch.randn(20, 2, 3), I6.view(2, 3)),
     "broadcast values": (second, torch.zeros(20, 8), torch.randn(20, 1), I6),
-    "not beside each other": (lambda to, v, a, b: put(to, v, a, None, b), torch.zeros(4, 9, 6), torch.randn(5, 6, 9), I5[:, None], I6),
+    "not beside each other": (
+        lambda to, v, a, b: put(to, v, a, None, b),
+        torch.zeros(4, 9, 6),
+        torch.randn(5, 6, 9),
+        I5[:, None],
+        I6,
+    ),
     "strides": (second, torch.randn(8, 20).t(), torch.randn(20, 6), I6),
     "integers": (second, torch.zeros(20, 8, dtype=torch.int64), torch.randint(9, (20, 6)), I6),
     "half": (second, torch.zeros(20, 8).bfloat16(), torch.randn(20, 6).bfloat16(), I6),
     "short rows": (second, torch.zeros(3, 8), torch.randn(3, 6), I6),
-    "assigned": (lambda to, v, index: aten.index_put(to, [None, index], v), torch.zeros(20, 8), torch.randn(20, 6), torch.arange(6)),
+    "assigned": (
+        lambda to, v, index: aten.index_put(to, [None, index], v),
+        torch.zeros(20, 8),
+        torch.randn(20, 6),
+        torch.arange(6),
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""The gradient of a tensor whose every ``x[i]`` was used, as in attention's packed projection: it equals eager's and is joined from its parts."""
+"""The gradient of a tensor whose every ``x[i]`` was used, as in attention's packed projection: it equals eager's and is
+joined from its parts."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ SUMS: dict[str, tuple[int, Any]] = {
     "beside another term": (1, lambda x, y, z: pad(x, 0) + (y.expand(3, 3, 3) + pad(y, 1)) + pad(z, 2)),
     "two of them": (2, lambda x, y, z: pad(x, 0) + pad(y, 1) + pad(z, 2) + pad(x, 0) + pad(z, 1) + pad(y, 2)),
     "along the last dimension": (1, lambda x, y, z: pad(x, 0, 2) + pad(y, 1, 2) + pad(z, 2, 2)),
-    "with two further terms": (0, lambda x, y, z: (pad(x, 0) + y.expand(3, 3, 3)) + (pad(y, 1) + z.expand(3, 3, 3)) + pad(z, 2)),
+    "with two further terms": (
+        0,
+        lambda x, y, z: (pad(x, 0) + y.expand(3, 3, 3)) + (pad(y, 1) + z.expand(3, 3, 3)) + pad(z, 2),
+    ),
     "with one that is broadcast": (0, lambda x, y, z: pad(x, 0) + pad(y, 1) + (pad(z, 2) + x)),
     "one is missing": (0, lambda x, y, z: pad(x, 0) + pad(y, 1) + z),
     "one comes twice": (0, lambda x, y, z: pad(x, 0) + pad(y, 1) + pad(z, 1)),

@@ -1,4 +1,5 @@
-"""If compiled code computes a program wrong, export calls eager's kernels for as few operators as possible, and names them."""
+"""If compiled code computes a program wrong, export calls eager's kernels for as few operators as possible, and names
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from aot_backward_runtime import load
 
 
 def pooled(x: Tensor) -> Tensor:
-    """Inductor divides by the whole window if it reaches beyond the image. The exporter knows that, and calls eager's kernel."""
+    """Inductor divides by the whole window if it reaches beyond the image. The exporter knows that, and calls eager's
+    kernel."""
     return (functional.avg_pool2d(x.tanh() * 2, 3, 2, ceil_mode=True).sin() * 3).sum()
 
 
@@ -41,10 +43,13 @@ def said() -> Iterator[list[str]]:
     logging.getLogger("aot_backward").removeHandler(handler)
 
 
-def test_the_operator_at_fault_is_found_and_named(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_at_fault_is_found_and_named(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = compile_cache.cache_root() / "shared"
     shared.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))  # wrongly compiled code stays out of the shared cache
+    # Wrongly compiled code stays out of the shared cache
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "shared").symlink_to(shared)
     monkeypatch.setattr(graph_fixes, "_miscompiled", lambda node: False)
@@ -56,7 +61,11 @@ def test_the_operator_at_fault_is_found_and_named(tmp_path: Path, said: list[str
     path = ab.export(tmp_path / "pooled.pt2", entries, tune="none")
     for name in entries:
         (line,) = [text for text in said if text.startswith(f"{name}: ")]
-        assert "PyTorch's own kernels compute aten.avg_pool2d_backward.default (" in line and "test_kernel_search.py" in line and "off by" in line
+        assert (
+            "PyTorch's own kernels compute aten.avg_pool2d_backward.default (" in line
+            and "test_kernel_search.py" in line
+            and "off by" in line
+        )
     ab.rebuild(path, tmp_path / "rebuilt.pt2")
     for file in (path, tmp_path / "rebuilt.pt2"):
         package = load(file)

@@ -33,7 +33,10 @@ def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
         exact = float(difference.norm())
         assert sketched_distance(sketch(a + difference), sketch(a)) == pytest.approx(exact, rel=0.15)
     assert torch.equal(a, kept) and torch.equal(sketch(a.t().contiguous().t()), sketch(a))
-    assert sketched_distance(sketch(a.roll(1)), sketch(a)) > float(a.norm()) and sketched_distance(sketch(a[:, torch.randperm(700)]), sketch(a)) > 1
+    assert (
+        sketched_distance(sketch(a.roll(1)), sketch(a)) > float(a.norm())
+        and sketched_distance(sketch(a[:, torch.randperm(700)]), sketch(a)) > 1
+    )
     assert sketch(torch.complex(a, noise)).shape == (SUMS,) and sketch(torch.empty(0)).abs().sum() == 0
 
 
@@ -45,7 +48,12 @@ def test_what_is_stored_of_a_result() -> None:
     for name, result in (("small", large[:-1]), ("large", large), ("infinite", infinite), ("places", places)):
         store(stored, "e/0", name, result, 1e-4)
     mine = {key.removeprefix("e/0/"): tensor for key, tensor in stored.items()}
-    assert {k for k in mine if not k.startswith("allowed")} == {"expected/small", "sketch/large", "expected/infinite", "digest/places"}
+    assert {k for k in mine if not k.startswith("allowed")} == {
+        "expected/small",
+        "sketch/large",
+        "expected/infinite",
+        "digest/places",
+    }
     for name, result in (("small", large[:-1]), ("large", large), ("infinite", infinite), ("places", places)):
         assert not compare_stored(name, result, mine).wrong
         other = result.clone()
@@ -59,9 +67,18 @@ def test_what_is_stored_of_a_result() -> None:
     with pytest.raises(PackageError, match="'allowed/large' is missing"):
         compare_stored("large", large, {"sketch/large": mine["sketch/large"]})
     for limit in (-1.0, float("inf"), float("nan"), 1 + 2j, 3):
-        with pytest.raises(PackageError, match="'allowed/large' is missing, or is not a finite float64 number from 0 on"):
+        with pytest.raises(
+            PackageError, match="'allowed/large' is missing, or is not a finite float64 number from 0 on"
+        ):
             compare_stored(
-                "large", large, mine | {"allowed/large": torch.tensor(limit, dtype=None if isinstance(limit, int | complex) else torch.float64)}
+                "large",
+                large,
+                mine
+                | {
+                    "allowed/large": torch.tensor(
+                        limit, dtype=None if isinstance(limit, int | complex) else torch.float64
+                    )
+                },
             )
     assert "large" in stored_results.names_of({"allowed/large": mine["allowed/large"]})
     with pytest.raises(PackageError, match="'expected/large' is missing"):
@@ -122,7 +139,8 @@ def test_gradients_are_eagers(package: Path) -> None:
 
 
 def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float64 draws other random numbers. By then eager's gradients were freed for its gradients, so they are computed again."""
+    """Float64 draws other random numbers. By then eager's gradients were freed for its gradients, so they are computed
+    again."""
 
     class Noisy(Wide):
         def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +148,9 @@ def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest
 
     references = []
     reference = eager_check._reference
-    monkeypatch.setattr(eager_check, "_reference", lambda *given: references.append(reference(*given)) or references[-1])
+    monkeypatch.setattr(
+        eager_check, "_reference", lambda *given: references.append(reference(*given)) or references[-1]
+    )
     net = Noisy()
     seen = list[Tensor]()
     ab.export_grad(net, (torch.randn(6, 160),), wrt="parameters", path=tmp_path / "noisy.pt2")
@@ -138,7 +158,10 @@ def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest
     assert not found.float64 and not sketches and not found.eager_errors
     ab.export_grad(Wide(), (torch.randn(6, 160),), wrt="parameters", path=tmp_path / "wide.pt2")
     found, sketches = references[1]
-    assert found.float64 and set(sketches) == set(found.eager_errors) == {"gradient of first.weight", "gradient of second.weight"}
+    assert found.float64 and set(sketches) == set(found.eager_errors) == {
+        "gradient of first.weight",
+        "gradient of second.weight",
+    }
     net.first.weight.register_hook(seen.append)  # neither the check's hooks nor float64 tensors remain
     net(torch.randn(6, 160)).backward()
     assert len(seen) == 1 and net.first.weight.grad is not None and net.first.weight.dtype is torch.float32
@@ -186,7 +209,13 @@ print((peaks[0] - before) / weights, os.path.getsize(sys.argv[1]) / weights)
 
 def test_an_export_takes_four_times_the_weights_and_the_package_once(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "AOT_BACKWARD_TUNE": "quick"}
-    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path / "net.pt2")], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path / "net.pt2")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     peak, size = map(float, done.stdout.split())
     assert peak <= 4 and size <= 1.02, (peak, size)

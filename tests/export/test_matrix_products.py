@@ -1,4 +1,5 @@
-"""Large matrix products by MKL and by oneDNN: equal to eager's up to rounding, in each layout, wherever the results are stored."""
+"""Large matrix products by MKL and by oneDNN: equal to eager's up to rounding, in each layout, wherever the results are
+stored."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from aot_backward_runtime import load
 
 from ..support.exports import shared
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from Dynamo, which scan calls
+# From Dynamo, which scan calls
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 PROGRAM = """
 import sys, torch
@@ -70,20 +72,28 @@ def returned(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
 
 
 def recurrent(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Each step of a loop multiplies 4 rows by one weight of 512 x 512, and each step of the gradient by its transpose."""
+    """Each step of a loop multiplies 4 rows by one weight of 512 x 512, and each step of the gradient by its
+    transpose."""
     weights = [(a @ b).t(), a @ b]
-    return torch.rnn_tanh(x.view(16, 4, 512), x.new_zeros(1, 4, 512), weights, False, 1, 0.0, True, False, False)[0].square().mean()
+    return (
+        torch.rnn_tanh(x.view(16, 4, 512), x.new_zeros(1, 4, 512), weights, False, 1, 0.0, True, False, False)[0]
+        .square()
+        .mean()
+    )
 
 
 def changing(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The right operand of a loop's products is another one in each step: a part of a tensor, and the result of the last step."""
+    """The right operand of a loop's products is another one in each step: a part of a tensor, and the result of the
+    last step."""
     weights = torch.stack([(a @ b).sin(), a @ b, (a @ b).cos() / 8])
     last, rows = scan(lambda h, weight: ((h @ weight.t()).tanh(), h.sin()), x[:8], weights)
     powers, outputs = scan(lambda y, row: (y * 0.9, row @ y.t()), a @ b, x.view(8, 8, 512))
     return rows.square().mean() + last.square().mean() + powers.sum() + outputs.square().mean()
 
 
-STATIC: dict[str, Callable[..., Any]] = {f.__name__: f for f in (layers, expanded, parts, slices, returned, recurrent, changing)}
+STATIC: dict[str, Callable[..., Any]] = {
+    f.__name__: f for f in (layers, expanded, parts, slices, returned, recurrent, changing)
+}
 ROWS = (1, 64, 2048, 2400)
 
 
@@ -141,7 +151,10 @@ def test_the_two_libraries_differ_in_rounding_for_large_products_alone() -> None
     both = [results(library) for library in ("mkl", "onednn")]
     for name in STATIC:
         assert any(not torch.equal(a, b) for a, b in zip(*(flat(each[name]) for each in both), strict=True)), name
-    differ = [any(not torch.equal(a, b) for a, b in zip(flat(m), flat(o), strict=True)) for m, o in zip(*(e["open"] for e in both), strict=True)]
+    differ = [
+        any(not torch.equal(a, b) for a, b in zip(flat(m), flat(o), strict=True))
+        for m, o in zip(*(e["open"] for e in both), strict=True)
+    ]
     assert differ == [False, False, True, True]
 
 
@@ -150,7 +163,9 @@ def test_a_loop_keeps_the_layout_of_a_weight() -> None:
     results("onednn")
     files = [package().with_suffix(f".{name}") for name in ("calls", "reported")]
     env = {**os.environ, "AOT_BACKWARD_PRODUCTS": "onednn", "ONEDNN_VERBOSE": "1"}
-    lines = subprocess.run([sys.executable, "-c", PROGRAM, package(), *files], check=True, capture_output=True, text=True, env=env).stdout.split("\n")
+    lines = subprocess.run(
+        [sys.executable, "-c", PROGRAM, package(), *files], check=True, capture_output=True, text=True, env=env
+    ).stdout.split("\n")
     steps = [line for line in lines if ",mb4ic512oc512" in line]
     transposed = [line for line in steps if "wei:f32::blocked:ba:" in line]
     assert len(steps) == 32 and len(transposed) == 16  # the gradient's
@@ -160,7 +175,8 @@ def test_a_loop_keeps_the_layout_of_a_weight() -> None:
 OPERANDS = {
     "input_3": True,  # the loop's own name for ``weight``
     "wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(input_3, 2, int_array_1, int_array_2, 4096L))": True,
-    "wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(input_3, 2, int_array_1, int_array_2, 4096L*u0))": False,  # a row for each step
+    # A row for each step
+    "wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(input_3, 2, int_array_1, int_array_2, 4096L*u0))": False,
     "input_4": False,  # a carry
     "input_5": False,  # computed in an outer loop's step
     "step_buf1": False,
@@ -188,7 +204,9 @@ def test_only_an_operand_that_no_step_changes_is_kept(operand: str) -> None:
 def test_doctor_names_the_library_that_is_used() -> None:
     (found,) = (finding.found for finding in doctor.examine() if finding.what == "matrix products")
     library = "onednn" if found.startswith("oneDNN") else "mkl"
-    same = [torch.equal(a, b) for a, b in zip(*(flat(results(used)["open"][-1]) for used in (library, "")), strict=True)]
+    same = [
+        torch.equal(a, b) for a, b in zip(*(flat(results(used)["open"][-1]) for used in (library, "")), strict=True)
+    ]
     assert same == [True, True, *[not found.endswith("(AMD Zen 4)")] * 2]  # the last two are gradients of weights
 
 
@@ -198,15 +216,24 @@ def test_an_unknown_library_is_refused() -> None:
     assert "AOT_BACKWARD_PRODUCTS: expected mkl or onednn, got blis" in error.value.stderr
 
 
-@pytest.mark.parametrize("preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")], ids=["alone", "beside PyTorch"])
+@pytest.mark.parametrize(
+    "preloaded", ["", str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")], ids=["alone", "beside PyTorch"]
+)
 def test_the_c_library_computes_them_itself(tmp_path: Path, preloaded: str) -> None:
     """PyTorch's functions for oneDNN, which a program linked with it has, are not for the tensors of the C library."""
     entries = {f.__name__: ab.Grad(f, [ab.Variant(arguments())]) for f in (layers, recurrent)}
     path = ab.export(tmp_path / "two.pt2", entries, runtime="standalone")
     assert {entry.standalone for entry in load(path).manifest.entries.values()} == {"verified"}
     numpy.savez(tmp_path / "x.npz", *(a.numpy() for a in arguments()))
-    env = {**os.environ, "AOT_BACKWARD_BACKEND": "standalone", "AOT_BACKWARD_PRODUCTS": "onednn", "LD_PRELOAD": preloaded}
-    subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, path, tmp_path / "x.npz", tmp_path / "y.npz"], check=True, env=env)
+    env = {
+        **os.environ,
+        "AOT_BACKWARD_BACKEND": "standalone",
+        "AOT_BACKWARD_PRODUCTS": "onednn",
+        "LD_PRELOAD": preloaded,
+    }
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTORCH, path, tmp_path / "x.npz", tmp_path / "y.npz"], check=True, env=env
+    )
     value, gradients = numpy.load(tmp_path / "y.npz").values()
     leaves = [a.requires_grad_() for a in arguments()]
     loss = layers(*leaves)

@@ -35,7 +35,9 @@ def test_gradients_are_eagers(tmp_path: Path) -> None:
         return torch.randn(batch, n, 4, 8, requires_grad=True), torch.randn(32, 5, requires_grad=True)
 
     shapes = {"x": {0: Dim("batch", min=2, max=64), 1: Dim("n", min=2, max=64)}, "weight": None}
-    path = ab.export_grad(heads, arguments(3, 5), wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "heads.pt2")
+    path = ab.export_grad(
+        heads, arguments(3, 5), wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "heads.pt2"
+    )
     gradient = load(path).grad()
     for batch, n in ((3, 5), (2, 2), (2, 7), (16, 3), (8, 24)):
         given = arguments(batch, n)
@@ -49,10 +51,22 @@ def copied(x: Tensor) -> Tensor:
 
 VIEWS: dict[str, tuple[bool, Any]] = {
     "heads": (True, lambda x: copied(x.view(x.shape[0] * 4, 6, 8).permute(1, 0, 2)).view(6, x.shape[0], 32)),
-    "negative dimensions": (True, lambda x: copied(x.view(x.shape[0] * 4, 6, 8).permute(-2, -3, -1)).view(6, x.shape[0], 32)),
-    "nothing dynamic is merged": (False, lambda x: copied(x.view(x.shape[0], 24, 8).permute(1, 0, 2)).view(24, x.shape[0] * 8)),
-    "divided first": (False, lambda x: copied(x.view(x.shape[0], 4, 2, 3, 8).permute(2, 1, 0, 3, 4)).view(2, 4, x.shape[0] * 24)),
-    "a view without a copy": (False, lambda x: x.view(x.shape[0] * 4, 6, 8).permute(1, 0, 2).unflatten(1, (x.shape[0], 4))),
+    "negative dimensions": (
+        True,
+        lambda x: copied(x.view(x.shape[0] * 4, 6, 8).permute(-2, -3, -1)).view(6, x.shape[0], 32),
+    ),
+    "nothing dynamic is merged": (
+        False,
+        lambda x: copied(x.view(x.shape[0], 24, 8).permute(1, 0, 2)).view(24, x.shape[0] * 8),
+    ),
+    "divided first": (
+        False,
+        lambda x: copied(x.view(x.shape[0], 4, 2, 3, 8).permute(2, 1, 0, 3, 4)).view(2, 4, x.shape[0] * 24),
+    ),
+    "a view without a copy": (
+        False,
+        lambda x: x.view(x.shape[0] * 4, 6, 8).permute(1, 0, 2).unflatten(1, (x.shape[0], 4)),
+    ),
 }
 
 
@@ -60,14 +74,17 @@ VIEWS: dict[str, tuple[bool, Any]] = {
 def test_merged_sizes_are_taken_apart(case: str) -> None:
     found, function = VIEWS[case]
     x = torch.randn(5, 4, 6, 8)
-    graph = torch_api.make_fx(lambda x: function(x + torch.zeros(4, 6, 8)), tracing_mode="symbolic")(x)  # the sum makes only the first size dynamic
+    # The sum makes only the first size dynamic
+    graph = torch_api.make_fx(lambda x: function(x + torch.zeros(4, 6, 8)), tracing_mode="symbolic")(x)
     before = [node.target for node in graph.graph.nodes]
     fake = next(iter(graph.graph.nodes)).meta["val"]
     guards = len(fake.fake_mode.shape_env.guards)
     with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
         rewriting.rewritten(graph, split_merged_views)
     assert len(fake.fake_mode.shape_env.guards) == guards
-    assert ([node.target for node in graph.graph.nodes].count(aten.view.default) < before.count(aten.view.default)) == found
+    assert (
+        [node.target for node in graph.graph.nodes].count(aten.view.default) < before.count(aten.view.default)
+    ) == found
     for n in (5, 1, 2):
         x = torch.randn(n, 4, 6, 8)
         assert torch.equal(graph(x), function(x)) and graph(x).stride() == function(x).stride()
@@ -82,12 +99,21 @@ def beside_each_other(function: Any, *given: Tensor) -> tuple[int, Tensor]:
 
 
 CATS: dict[str, tuple[int, Any]] = {
-    "heads": (4, lambda x, y: torch.cat([x.transpose(1, 2).reshape(x.shape[0], 6, 32), y.reshape(y.shape[0], 6, 16)], 2)),
+    "heads": (
+        4,
+        lambda x, y: torch.cat([x.transpose(1, 2).reshape(x.shape[0], 6, 32), y.reshape(y.shape[0], 6, 16)], 2),
+    ),
     "the last dimension from the end": (4, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.flatten(2)], -1)),
     "one of them is merged": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y[:, :, 0]], 2)),
-    "others are merged": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(1, 2), y.repeat(1, 1, 2, 1).flatten(1, 2)], 2)),
+    "others are merged": (
+        3,
+        lambda x, y: torch.cat([x.transpose(1, 2).flatten(1, 2), y.repeat(1, 1, 2, 1).flatten(1, 2)], 2),
+    ),
     "other widths": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.mT.flatten(2)], 2)),
-    "along another dimension": (3, lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.repeat(1, 1, 2, 1).flatten(2)], 1)),
+    "along another dimension": (
+        3,
+        lambda x, y: torch.cat([x.transpose(1, 2).flatten(2), y.repeat(1, 1, 2, 1).flatten(2)], 1),
+    ),
 }
 
 

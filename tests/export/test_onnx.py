@@ -1,4 +1,5 @@
-"""ONNX graphs of modules, gradient functions and training steps, run by onnxruntime and compared with eager; names, shapes and refusals."""
+"""ONNX graphs of modules, gradient functions and training steps, run by onnxruntime and compared with eager; names,
+shapes and refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +55,21 @@ def assert_close(actual: dict[str, np.ndarray], wanted: dict[str, torch.Tensor],
         assert error <= relative * scale, f"{name}: off by {error:.3g} of {scale:.3g}"
 
 
-MODELS = ("mlp", "conv", "lstm", "encoder", "embedding", "bert", "llama", "two", "autocast", "resnet", "vit", "gpt2", "t5")
+MODELS = (
+    "mlp",
+    "conv",
+    "lstm",
+    "encoder",
+    "embedding",
+    "bert",
+    "llama",
+    "two",
+    "autocast",
+    "resnet",
+    "vit",
+    "gpt2",
+    "t5",
+)
 """The foundation zoo, then ResNet-like, ViT-like, GPT-2 and T5."""
 
 
@@ -83,7 +98,11 @@ def test_gradients_of_models_equal_eagers_at_two_sizes(name: str, tmp_path: Path
         wanted |= {f"grad.{n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
         wanted |= {f"grad.{n}": a.grad for n, a in named.items() if a.grad is not None}
         wanted |= {f"updated.{n}": b for n, b in module.named_buffers()}
-        assert_close(gradients(tmp_path, "m", named, {f"grad.{n}": g for n, g in incoming.items()}), wanted, case.relative or 3e-4)
+        assert_close(
+            gradients(tmp_path, "m", named, {f"grad.{n}": g for n, g in incoming.items()}),
+            wanted,
+            case.relative or 3e-4,
+        )
         module.zero_grad()
 
 
@@ -97,7 +116,9 @@ def _keyed(value: Any, names: list[str], flat: list[torch.Tensor]) -> dict[str, 
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a gradient function, and a module whose inputs and outputs have names of all kinds."""
     folder = tmp_path_factory.mktemp("onnx")
-    done = CliRunner().invoke(main, ["export", f"{PROGRAM}:entries", "-o", str(folder / "small.onnx"), "--format", "onnx", "--json"])
+    done = CliRunner().invoke(
+        main, ["export", f"{PROGRAM}:entries", "-o", str(folder / "small.onnx"), "--format", "onnx", "--json"]
+    )
     assert done.exit_code == 0, done.stderr
     (folder / "said.json").write_text(done.stdout)
     return folder
@@ -114,24 +135,43 @@ def test_what_export_says(files: Path) -> None:
 
 
 def test_names_of_inputs_outputs_and_dimensions(files: Path) -> None:
-    forward, backward, loss = (onnx.load(files / f"small.{n}.onnx") for n in ("net.forward", "net.backward", "distance"))
+    forward, backward, loss = (
+        onnx.load(files / f"small.{n}.onnx") for n in ("net.forward", "net.backward", "distance")
+    )
     assert _ends(forward.graph.input) == {
         "batch.x": ["rows", 4], "batch.weight": ["rows", 1], "layer.weight": [3, 4], "layer.bias": [3],
     }  # fmt: skip
-    assert {"layer.weight", "layer.bias"} <= {i.name for i in forward.graph.initializer}  # defaults that you may replace
+    # Defaults that you may replace
+    assert {"layer.weight", "layer.bias"} <= {i.name for i in forward.graph.initializer}
     outputs = _ends(forward.graph.output)
     assert outputs.pop("out") == ["rows", 3] and outputs.pop("largest") == ["rows"]
     assert all(n.startswith("saved.") for n in outputs)
     given = _ends(backward.graph.input)
     assert given["grad.out"] == ["rows", 3] and "grad.largest" not in given
-    assert _ends(backward.graph.output) == {"grad.layer.weight": [3, 4], "grad.layer.bias": [3], "grad.batch.x": ["rows", 4]}
-    assert (_ends(loss.graph.input), _ends(loss.graph.output)) == ({"pos": [3], "target": [3]}, {"loss": [], "grad.pos": [3]})
+    assert _ends(backward.graph.output) == {
+        "grad.layer.weight": [3, 4],
+        "grad.layer.bias": [3],
+        "grad.batch.x": ["rows", 4],
+    }
+    assert (_ends(loss.graph.input), _ends(loss.graph.output)) == (
+        {"pos": [3], "target": [3]},
+        {"loss": [], "grad.pos": [3]},
+    )
     about = {p.key: p.value for p in forward.metadata_props}
-    assert (about["entry"], about["kind"], about["graph"], about["torch"]) == ("net", "module", "forward", torch.__version__)
-    assert json.loads(about["dimensions"]) == {"rows": {"minimum": 2, "maximum": 64}} and about["opset"].startswith("18: ")
+    assert (about["entry"], about["kind"], about["graph"], about["torch"]) == (
+        "net",
+        "module",
+        "forward",
+        torch.__version__,
+    )
+    assert json.loads(about["dimensions"]) == {"rows": {"minimum": 2, "maximum": 64}} and about["opset"].startswith(
+        "18: "
+    )
     assert forward.producer_name == "aot-backward" and forward.ir_version == 8 and forward.opset_import[0].version == 18
     assert any("cli_program.py" in n.doc_string and "aten." in n.doc_string for n in forward.graph.node)
-    assert all(n.name for n in forward.graph.node) and not any(str(Path.cwd()) in n.doc_string for n in forward.graph.node)
+    assert all(n.name for n in forward.graph.node) and not any(
+        str(Path.cwd()) in n.doc_string for n in forward.graph.node
+    )
 
 
 def _ends(values: Any) -> dict[str, list[Any]]:
@@ -192,7 +232,9 @@ def test_ten_steps_equal_eagers(name: str, tmp_path: Path) -> None:
         value.backward()
         optimizer.step()
     for key, tensor in module.state_dict().items():
-        torch.testing.assert_close(torch.from_numpy(state[key]), tensor, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            torch.from_numpy(state[key]), tensor, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
     names = {id(p): n for n, p in module.named_parameters()}
     for parameter, slots in optimizer.state.items():
         for key, tensor in slots.items():
@@ -223,7 +265,9 @@ def test_clipping_skipping_and_waiting_gradients(tmp_path: Path) -> None:
     first = add({"input": x, "target": y})
     kept = {n.removeprefix("updated."): v for n, v in first.items() if n.startswith("updated.")}
     second = add({"input": x, "target": y, "optimizer.accumulate": np.array(1.0), **kept})
-    np.testing.assert_allclose(second["updated.gradient.3.bias"], 2 * first["updated.gradient.3.bias"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        second["updated.gradient.3.bias"], 2 * first["updated.gradient.3.bias"], rtol=1e-4, atol=1e-6
+    )
     after = update({n.removeprefix("updated."): v for n, v in second.items()})
     assert not np.array_equal(after["updated.3.bias"], module[3].bias.detach().numpy())
 
@@ -241,8 +285,14 @@ def test_convert_gives_what_export_gives(tmp_path: Path) -> None:
     assert [f.path.name.replace("a.", "b.", 1) for f in ours] == [f.path.name for f in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert _comparable(a.path) == _comparable(b.path), a.path.name
-    done = CliRunner().invoke(main, ["convert", str(tmp_path / "p.pt2"), "-o", str(tmp_path / "c.onnx"), "--entry", "step", "--variant", "0"])
-    assert done.exit_code == 0 and f"wrote {tmp_path / 'c.onnx'}" in done.stdout and "compared by onnxruntime" in done.stdout
+    done = CliRunner().invoke(
+        main, ["convert", str(tmp_path / "p.pt2"), "-o", str(tmp_path / "c.onnx"), "--entry", "step", "--variant", "0"]
+    )
+    assert (
+        done.exit_code == 0
+        and f"wrote {tmp_path / 'c.onnx'}" in done.stdout
+        and "compared by onnxruntime" in done.stdout
+    )
 
 
 def _comparable(path: Path) -> bytes:
@@ -291,7 +341,11 @@ def test_large_weights_lie_beside_the_graphs(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(ab.ExportError, match="native_dropout"):
-        ab.export_onnx(tmp_path / "big.onnx", {"m": ab.Module(nn.Dropout(), [ab.Variant((x.requires_grad_(),))])}, external_data=True)
+        ab.export_onnx(
+            tmp_path / "big.onnx",
+            {"m": ab.Module(nn.Dropout(), [ab.Variant((x.requires_grad_(),))])},
+            external_data=True,
+        )
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -321,7 +375,9 @@ def test_what_has_no_translation_is_refused_by_name(operator: str, tmp_path: Pat
     function, words = REFUSED[operator]
     module = function if isinstance(function, nn.Module) else Calls(function)
     with pytest.raises(ab.ExportError) as caught:
-        ab.export_onnx(tmp_path / "x.onnx", {"m": ab.Module(module, [ab.Variant((torch.eye(4).add(0.1).requires_grad_(),))])})
+        ab.export_onnx(
+            tmp_path / "x.onnx", {"m": ab.Module(module, [ab.Variant((torch.eye(4).add(0.1).requires_grad_(),))])}
+        )
     assert operator in str(caught.value) and words in str(caught.value) and caught.value.operator == operator
     assert isinstance(module, nn.Dropout) or "it is called in " in str(caught.value)
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
@@ -355,7 +411,9 @@ def test_other_refusals_name_what_to_do(tmp_path: Path) -> None:
 )
 def test_nonsense_on_the_command_line_is_one_clear_line(arguments: list[str], words: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["export", f"{PROGRAM}:entries", "-o", str(tmp_path / "x.onnx"), *arguments])
-    assert done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert (
+        done.exit_code == 2 and words in done.stderr and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    )
 
 
 def test_packages_that_cannot_be_converted(package: Path, tmp_path: Path) -> None:
@@ -365,7 +423,9 @@ def test_packages_that_cannot_be_converted(package: Path, tmp_path: Path) -> Non
         return done.stderr
 
     out = tmp_path / "x.onnx"
-    assert "has no entry 'nothing'; it has: net (module), distance (grad)" in fails(package, "-o", out, "--entry", "nothing")
+    assert "has no entry 'nothing'; it has: net (module), distance (grad)" in fails(
+        package, "-o", out, "--entry", "nothing"
+    )
     assert "has no variant 3; it has 1" in fails(package, "-o", out, "--variant", 3)
     assert "does not end in .onnx" in fails(package, "-o", tmp_path / "x.bin")
     bare = tmp_path / "bare.pt2"
@@ -391,7 +451,9 @@ def test_without_onnxruntime_the_reference_compares(tmp_path: Path, monkeypatch:
     from aot_backward.onnx import onnxruntime_backend
 
     monkeypatch.setattr(onnxruntime_backend, "engine", lambda: "onnx.reference")
-    (file,) = ab.export_onnx(tmp_path / "x.onnx", {"g": ab.Grad(lambda x: x.tanh().sum(), [ab.Variant((torch.randn(3),))])})
+    (file,) = ab.export_onnx(
+        tmp_path / "x.onnx", {"g": ab.Grad(lambda x: x.tanh().sum(), [ab.Variant((torch.randn(3),))])}
+    )
     assert file.compared.startswith(f"onnx.reference {onnx.__version__}")
 
 
@@ -411,13 +473,25 @@ def test_without_onnx_the_error_says_how_to_get_it(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == "error: ONNX graphs need onnx and onnxscript, which are not installed: pip install 'aot-backward[onnx]'\n"
+    assert (
+        done.stderr
+        == "error: ONNX graphs need onnx and onnxscript, which are not installed: pip install 'aot-backward[onnx]'\n"
+    )
 
 
 class Integers(nn.Module):
     def forward(self, i: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         floor, cut = torch.div(i, 7, rounding_mode="floor"), torch.div(i, 7, rounding_mode="trunc")
-        return x.square().sum(), floor, cut, i // 5, i % 7, torch.div(x, 0.1, rounding_mode="floor"), torch.remainder(x, 0.3), torch.isinf(x * 1e300)
+        return (
+            x.square().sum(),
+            floor,
+            cut,
+            i // 5,
+            i % 7,
+            torch.div(x, 0.1, rounding_mode="floor"),
+            torch.remainder(x, 0.3),
+            torch.isinf(x * 1e300),
+        )
 
 
 def test_large_integers_and_float64_keep_every_digit(tmp_path: Path) -> None:

@@ -82,13 +82,17 @@ def compared(folder: Path, module: nn.Module, named: dict[str, torch.Tensor]) ->
         np.testing.assert_allclose(found[name], wanted.detach().numpy(), rtol=2e-5, atol=2e-6, err_msg=f"{n}")
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(torch.from_numpy(found[f"grad.{name}"]), parameter.grad, rtol=2e-5, atol=2e-5, msg=name)
+        torch.testing.assert_close(
+            torch.from_numpy(found[f"grad.{name}"]), parameter.grad, rtol=2e-5, atol=2e-5, msg=name
+        )
     module.zero_grad()
 
 
 def test_writes_in_place_equal_eagers(tmp_path: Path) -> None:
     module = Writes()
-    ab.export_onnx(tmp_path / "m.onnx", {"m": ab.Module(module, [ab.Variant((torch.randn(4, 4),), dynamic_shapes=(BATCH,))])})
+    ab.export_onnx(
+        tmp_path / "m.onnx", {"m": ab.Module(module, [ab.Variant((torch.randn(4, 4),), dynamic_shapes=(BATCH,))])}
+    )
     compared(tmp_path, module, {"x": torch.randn(7, 4)})
 
 
@@ -102,7 +106,10 @@ def test_each_write_is_served_alone(tmp_path: Path) -> None:
             exec(code, names)
             return (names["h"] * names["h"]).sum()
 
-        (file,) = ab.export_onnx(tmp_path / f"{n}.onnx", {"g": ab.Grad(lambda x, loss=loss: loss(x), [ab.Variant((torch.randn(3, 4),))], wrt="x")})
+        (file,) = ab.export_onnx(
+            tmp_path / f"{n}.onnx",
+            {"g": ab.Grad(lambda x, loss=loss: loss(x), [ab.Variant((torch.randn(3, 4),))], wrt="x")},
+        )
         assert file.compared.startswith("onnxruntime")
 
 
@@ -129,7 +136,9 @@ class Normed(nn.Module):
 
 def test_normed_weights(tmp_path: Path) -> None:
     module = Normed()
-    ab.export_onnx(tmp_path / "m.onnx", {"m": ab.Module(module, [ab.Variant((torch.randn(4, 4),), dynamic_shapes=(BATCH,))])})
+    ab.export_onnx(
+        tmp_path / "m.onnx", {"m": ab.Module(module, [ab.Variant((torch.randn(4, 4),), dynamic_shapes=(BATCH,))])}
+    )
     compared(tmp_path, module, {"x": torch.randn(6, 4)})
 
 
@@ -154,26 +163,38 @@ def refusal(folder: Path, entry: Any) -> str:
 def test_a_refusal_names_the_parameter(tmp_path: Path) -> None:
     image, layers = torch.randn(2, 1, 4, 4), [nn.Linear(4, 4) for _ in range(3)]
     of_theta = (
-        "aten.grid_sampler_2d_backward.default has no ONNX translation: leave this part to eager, or write it with other operators; it is part "
+        "aten.grid_sampler_2d_backward.default has no ONNX translation: leave this part to eager, or write it with "
+        "other operators; it is part "
     )
     module, rate = Warped(), 0.1
     optimizer = torch.optim.SGD(module.parameters(), lr=rate)
     for entry, names in (
         (ab.Module(module, [ab.Variant((image,))]), "theta"),
         (ab.Module(module, [ab.Variant((image.clone().requires_grad_(),))]), "theta and image"),
-        (ab.Grad(lambda image: module(image).sum(), [ab.Variant((image,))], wrt=["image", "module.theta"]), "image and module.theta"),
+        (
+            ab.Grad(lambda image: module(image).sum(), [ab.Variant((image,))], wrt=["image", "module.theta"]),
+            "image and module.theta",
+        ),
         (ab.Step(module, [ab.Variant((image, image))], optimizer, loss_fn=nn.functional.mse_loss), "theta"),
-        (ab.Step(module, [ab.Variant((image, image))], optimizer, loss_fn=nn.functional.mse_loss, accumulate=True), "theta"),
+        (
+            ab.Step(module, [ab.Variant((image, image))], optimizer, loss_fn=nn.functional.mse_loss, accumulate=True),
+            "theta",
+        ),
     ):
         said = refusal(tmp_path, entry)
         assert said.startswith(f"{of_theta}of the gradient of {names}"), said
-        assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said  # torch 2.12 keeps the model's line for more nodes
+        # Torch 2.12 keeps the model's line for more nodes
+        assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said
     orthogonal = nn.Sequential(*layers, parametrizations.orthogonal(nn.Linear(4, 4)))
     said = refusal(tmp_path, ab.Module(orthogonal, [ab.Variant((torch.randn(2, 4),))]))
     assert said.endswith("; it is computed from 3.parametrizations.weight.original"), said
     deep = nn.Sequential(*layers)
-    said = refusal(tmp_path, ab.Grad(lambda x: torch.lgamma(deep(x).exp()).sum(), [ab.Variant((torch.randn(2, 4),))], wrt="x"))
-    assert "; it is computed from deep.2.bias, deep.1.bias" in said and " and 4 more; it is called in <lambda>" in said, said
+    said = refusal(
+        tmp_path, ab.Grad(lambda x: torch.lgamma(deep(x).exp()).sum(), [ab.Variant((torch.randn(2, 4),))], wrt="x")
+    )
+    assert (
+        "; it is computed from deep.2.bias, deep.1.bias" in said and " and 4 more; it is called in <lambda>" in said
+    ), said
 
 
 class Nested(nn.Module):
@@ -189,11 +210,18 @@ def test_inspect_says_what_inputs_are_called_in_onnx(tmp_path: Path) -> None:
     def t() -> torch.Tensor:
         return torch.ones(2, 3)
 
-    ab.export(tmp_path / "n.pt2", {"n": ab.Module(Nested(), [ab.Variant(({"x": t(), "more": [t()]}, t()), {"weight": t()})])})
+    ab.export(
+        tmp_path / "n.pt2", {"n": ab.Module(Nested(), [ab.Variant(({"x": t(), "more": [t()]}, t()), {"weight": t()})])}
+    )
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "n.pt2")]).stdout
     described = json.loads(CliRunner().invoke(main, ["inspect", str(tmp_path / "n.pt2"), "--json"]).stdout)
     inputs = {i["name"]: i["onnx"] for i in described["entries"]["n"]["variants"][0]["inputs"]}
-    assert inputs == {"batch['x']": "batch.x", "batch['more'][0]": "batch.more.0", "rest[0]": "rest.0", "weight": "input.weight"}
+    assert inputs == {
+        "batch['x']": "batch.x",
+        "batch['more'][0]": "batch.more.0",
+        "rest[0]": "rest.0",
+        "weight": "input.weight",
+    }
     assert "input batch['x']: float32 (2, 3) on cpu; batch.x in ONNX graphs" in shown
     forward = next(f for f in ab.convert(tmp_path / "n.pt2", tmp_path / "n.onnx") if f.graph == "forward")
     import onnx

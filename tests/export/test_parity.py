@@ -1,4 +1,5 @@
-"""Forward and every gradient of real models equal eager's: static and with a dynamic batch, for any incoming gradients."""
+"""Forward and every gradient of real models equal eager's: static and with a dynamic batch, for any incoming
+gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def test_equal_to_eager(name: str, dynamic: bool) -> None:
         args = case.args(size)
         eager = case.module.train(case.mode == "train")
         assert_same(run(loaded, args, 5), run(eager, args, 5), case.relative)
-        assert_same(run(loaded, args, 6), run(eager, args, 6), case.relative)  # buffers have changed; other incoming gradients
+        # Buffers have changed; other incoming gradients
+        assert_same(run(loaded, args, 6), run(eager, args, 6), case.relative)
 
 
 def test_two_outputs_of_which_one_gets_no_gradient() -> None:

@@ -18,7 +18,8 @@ from aot_backward_runtime.entries.named_tensors import state_of
 
 
 class Tied(nn.Module):
-    """A tied weight, buffers that the forward updates, a size that no saved tensor has, and an output that is a view."""
+    """A tied weight, buffers that the forward updates, a size that no saved tensor has, and an output that is a
+    view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +39,18 @@ def said(joint: Joint) -> Any:
 
 
 def described(partitions: partition.Partitions) -> Any:
-    graphs = [(g.name, g.module.code, g.inputs, g.outputs, {n: key for n, (key, _) in g.constants.items()}, g.donated) for g in partitions.graphs]
-    plans = (partitions.forward, partitions.backward, partitions.inference, partitions.gradient, partitions.step, partitions.accumulate)
+    graphs = [
+        (g.name, g.module.code, g.inputs, g.outputs, {n: key for n, (key, _) in g.constants.items()}, g.donated)
+        for g in partitions.graphs
+    ]
+    plans = (
+        partitions.forward,
+        partitions.backward,
+        partitions.inference,
+        partitions.gradient,
+        partitions.step,
+        partitions.accumulate,
+    )
     return graphs, plans
 
 
@@ -77,7 +88,10 @@ def test_on_a_cpu_the_backward_computes_nothing_that_the_forward_has_computed(na
     net, x = {
         "pointwise": (Pointwise(), torch.randn(3, 8)),
         "attention": (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)),
-        "images": (nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2)), torch.randn(2, 1, 8, 8)),
+        "images": (
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.GELU(), nn.MaxPool2d(2)),
+            torch.randn(2, 1, 8, 8),
+        ),
     }[name]
     joint = trace_program(net, (x.requires_grad_(),), {}, None, signature=net.forward)
     partitions = partition.split_module(joint, "net", weights_of(net), forward_only=False)
@@ -116,7 +130,9 @@ def test_a_step_is_made_twice_from_one_trace() -> None:
         scalar, gradient = partition.with_scalar_loss(joint, "step", weights)
         unscaled = said(scalar)
         settings = optimizer_spec.Settings(loss_scale=8.0, skip_nonfinite=True)
-        looked_at = optimizer_spec.inspect_optimizer(optimizer, optimizer_spec.parameters_of(optimizer, net), step_graph.gets_gradient(scalar))
+        looked_at = optimizer_spec.inspect_optimizer(
+            optimizer, optimizer_spec.parameters_of(optimizer, net), step_graph.gets_gradient(scalar)
+        )
         shared = step_graph.step_state(looked_at, settings, program, waiting=True)
         weights |= {name: (name, tensor) for name, tensor in shared.tensors.items()}
         scaled = step_graph.with_scaled_loss(scalar, shared, gradient)

@@ -21,7 +21,8 @@ from ..support.oracle import assert_same, run
 
 
 def test_a_submodule_frozen_in_eval_stays_frozen(tmp_path: Path) -> None:
-    """A BatchNorm in eval inside a network in training keeps its mode in the export and through ``train`` with the current mode."""
+    """A BatchNorm in eval inside a network in training keeps its mode in the export and through ``train`` with the
+    current mode."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
     net[1].eval()
@@ -52,7 +53,9 @@ def test_parameters_that_overlap_are_refused(tmp_path: Path) -> None:
     net.part = nn.Parameter(net.weight.data[:2])
     other.twin = nn.Parameter(other.weight.data)
     for module, name in ((net, "part"), (other, "twin")):
-        with pytest.raises(ExportError, match=rf"({name} and weight|weight and {name}) share memory without being one tensor; tie them"):
+        with pytest.raises(
+            ExportError, match=rf"({name} and weight|weight and {name}) share memory without being one tensor; tie them"
+        ):
             ab.export_module(module, (torch.randn(3, 4),), path=tmp_path / "no.pt2")
 
 
@@ -113,7 +116,8 @@ def test_a_buffer_assigned_in_the_forward_does_not_reach_the_callers_module(tmp_
 
 
 def test_an_index_out_of_range_is_an_error_of_that_call(tmp_path: Path) -> None:
-    """Inductor's check throws inside an OpenMP region, which would end the process. A subprocess turns that signal into a failure."""
+    """Inductor's check throws inside an OpenMP region, which would end the process. A subprocess turns that signal into
+    a failure."""
 
     def loss(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(x, label)
@@ -139,14 +143,18 @@ leaf = x.clone().requires_grad_()
 torch.nn.functional.cross_entropy(leaf, label).backward()
 torch.testing.assert_close(gradient, leaf.grad)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", script, str(path)], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(path)], capture_output=True, text=True, timeout=900
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == 4, (done.returncode, done.stdout, done.stderr)
     for line in lines:
         assert re.match(r"ExecutionError \S+grad\.0\.gradient\.so: native code failed \(", line), line
         if torch_api.at_least("2.13"):  # before, the text is only on stderr
             assert re.search(r"failed \(index out of bounds: .*, in cpp_fused_.*nll_loss", line), line
-            assert "an index among the inputs (of an embedding, a gather, a class label) is negative or too large" in line
+            assert (
+                "an index among the inputs (of an embedding, a gather, a class label) is negative or too large" in line
+            )
             assert not done.stderr
 
 
@@ -183,8 +191,8 @@ def test_an_output_changed_in_place_before_the_backward(tmp_path: Path) -> None:
 
 
 def test_a_group_norm_whose_eager_backward_ends_the_process_is_exported(tmp_path: Path) -> None:
-    """Eager crashes in channels_last if the input does not require grad, as for Grad and Step here, and for a Module with only parameter gradients.
-    This runs in a subprocess, so that a signal is a failure."""
+    """Eager crashes in channels_last if the input does not require grad, as for Grad and Step here, and for a Module
+    with only parameter gradients. This runs in a subprocess, so that a signal is a failure."""
     script = """
 import sys, torch
 import aot_backward as ab
@@ -217,7 +225,11 @@ for name, gradients in found.items():
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}: {text}")
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "norm.pt2")], capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path / "norm.pt2")],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
 

@@ -49,7 +49,10 @@ def test_attributes_are_put_back_in_reverse_order_whatever_happens() -> None:
 
 def test_an_attribute_that_is_not_there_is_not_made() -> None:
     before = dict(vars(Owner))
-    with pytest.raises(AttributeError, match=r"Owner.* has no attribute 'renamed' that could be replaced"), patched(Owner, value=2, renamed=3):
+    with (
+        pytest.raises(AttributeError, match=r"Owner.* has no attribute 'renamed' that could be replaced"),
+        patched(Owner, value=2, renamed=3),
+    ):
         raise AssertionError("never reached")
     assert dict(vars(Owner)) == before
 
@@ -113,11 +116,26 @@ def test_a_second_thread_waits_until_the_first_has_put_back_what_it_changed() ->
 
 def replaced() -> Iterator[object]:
     """Yield the current values of everything that a trace replaces."""
-    yield from (vars(nn.Module)["__setattr__"], vars(torch.Tensor)["register_hook"], "retain_grad" in vars(torch.Tensor))
-    yield from (torch.autograd.graph.saved_tensors_hooks.__enter__, torch.autograd.backward, torch_api.decompositions._rnn_helper)
+    yield from (
+        vars(nn.Module)["__setattr__"],
+        vars(torch.Tensor)["register_hook"],
+        "retain_grad" in vars(torch.Tensor),
+    )
+    yield from (
+        torch.autograd.graph.saved_tensors_hooks.__enter__,
+        torch.autograd.backward,
+        torch_api.decompositions._rnn_helper,
+    )
     yield from (torch_api.decompositions._upsample_linear, torch_api.decompositions.upsample_bicubic2d_default)
-    yield from (torch_api.transformer._detect_is_causal_mask, "apply" in vars(torch.utils.checkpoint.CheckpointFunction))
-    yield from ("create_node" in vars(torch_api.PythonKeyTracer), torch_api._get_mkldnn_enabled(), torch.get_default_dtype())
+    yield from (
+        torch_api.transformer._detect_is_causal_mask,
+        "apply" in vars(torch.utils.checkpoint.CheckpointFunction),
+    )
+    yield from (
+        "create_node" in vars(torch_api.PythonKeyTracer),
+        torch_api._get_mkldnn_enabled(),
+        torch.get_default_dtype(),
+    )
 
 
 def test_a_trace_that_fails_puts_everything_back() -> None:

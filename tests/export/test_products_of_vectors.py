@@ -13,7 +13,12 @@ from torch.export import Dim
 import aot_backward as ab
 from aot_backward_runtime import load
 
-SHAPES = {"outer": ((3, 1), (1, 4)), "inner": ((1, 5), (5, 1)), "of one number": ((1, 1), (1, 1)), "a matrix": ((3, 5), (5, 1))}
+SHAPES = {
+    "outer": ((3, 1), (1, 4)),
+    "inner": ((1, 5), (5, 1)),
+    "of one number": ((1, 1), (1, 1)),
+    "a matrix": ((3, 5), (5, 1)),
+}
 LEFT = {"outer": 2, "inner": 0, "of one number": 0, "a matrix": 2}
 """Of one product and its two gradients, those of a matrix."""
 
@@ -36,7 +41,9 @@ def test_results_and_gradients_are_eagers(name: str, dtype: torch.dtype, tmp_pat
     shapes = SHAPES[name]
     examples = tuple(torch.randn(7, *shape).to(dtype).requires_grad_() for shape in shapes)
     batch = {0: Dim("batch", min=1, max=100)}
-    path = ab.export_module(Multiplied(), examples, dynamic_shapes=(batch, batch), path=tmp_path / "bmm.pt2", tune="none")
+    path = ab.export_module(
+        Multiplied(), examples, dynamic_shapes=(batch, batch), path=tmp_path / "bmm.pt2", tune="none"
+    )
     assert products(path) == (3 if dtype == torch.bfloat16 else LEFT[name])
     for count in (1, 2, 100):
         given = [torch.randn(count, *shape).to(dtype).requires_grad_() for shape in shapes]
@@ -44,5 +51,7 @@ def test_results_and_gradients_are_eagers(name: str, dtype: torch.dtype, tmp_pat
         weights = torch.randn(eager.shape).to(dtype)
         assert ours.stride() == eager.stride()
         torch.testing.assert_close(ours, eager)
-        for one, expected in zip(torch.autograd.grad(ours, given, weights), torch.autograd.grad(eager, given, weights), strict=True):
+        for one, expected in zip(
+            torch.autograd.grad(ours, given, weights), torch.autograd.grad(eager, given, weights), strict=True
+        ):
             torch.testing.assert_close(one, expected)

@@ -43,7 +43,10 @@ def program(tmp_path: Path) -> Path:
 def test_an_export_prints_no_line_for_each_operator_without_a_kernel(program: Path, tmp_path: Path) -> None:
     done = aot_backward("export", f"{program}:entries", "-o", tmp_path / "value.pt2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.partition(" ")[0] for line in done.stdout.splitlines()] == ["wrote", *["value"] * (len(done.stdout.splitlines()) - 1)], done.stdout
+    assert [line.partition(" ")[0] for line in done.stdout.splitlines()] == [
+        "wrote",
+        *["value"] * (len(done.stdout.splitlines()) - 1),
+    ], done.stdout
 
 
 def test_a_recording_and_a_replay_print_their_reports_alone(program: Path, tmp_path: Path) -> None:

@@ -60,7 +60,9 @@ def network() -> Net:
 
 def samples(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 1, 6, 6, generator=generator, requires_grad=True), {"shift": torch.randn(4, generator=generator)}
+    return torch.randn(rows, 1, 6, 6, generator=generator, requires_grad=True), {
+        "shift": torch.randn(4, generator=generator)
+    }
 
 
 def energy(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +91,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "net": ab.Module(network(), [ab.Variant((x,), kwargs, dynamic_shapes={"x": ROWS, "shift": None})]),
             "energy": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))]),
-            "fit": ab.Step(net, [ab.Variant(batch(6), dynamic_shapes=(ROWS, ROWS))], optimizer, loss_fn=nn.functional.cross_entropy),
+            "fit": ab.Step(
+                net, [ab.Variant(batch(6), dynamic_shapes=(ROWS, ROWS))], optimizer, loss_fn=nn.functional.cross_entropy
+            ),
         },
         target="cpu:avx2,cpu:sse4",
     )
@@ -116,7 +120,9 @@ def assert_as_eager(package: Any) -> None:
     assert_same(run(module, (x,), 4, kwargs), run(expected, (x,), 4, kwargs))
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(8), requires_grad=True)
     value, gradients = package.grad("energy")(x)
-    torch.testing.assert_close((value, gradients["x"]), (energy(x), torch.autograd.grad(energy(x), x)[0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        (value, gradients["x"]), (energy(x), torch.autograd.grad(energy(x), x)[0]), rtol=1e-4, atol=1e-5
+    )
     net, optimizer = training()
     step = package.step("fit")
     for rows in (6, 11, 3):
@@ -140,19 +146,27 @@ def test_the_package_says_what_each_target_needs_and_that_it_was_checked(several
     manifest = open_package(several).manifest
     newer, older = targets_of(manifest)
     assert (newer.name, older.name) == ("cpu:avx2", "cpu:sse4")
-    assert {"avx2", "fma"} <= set(newer.cpu_flags) and "sse4_2" in older.cpu_flags and not {"avx", "avx2"} & set(older.cpu_flags)
+    assert (
+        {"avx2", "fma"} <= set(newer.cpu_flags)
+        and "sse4_2" in older.cpu_flags
+        and not {"avx", "avx2"} & set(older.cpu_flags)
+    )
     for entry in manifest.entries.values():
         for variant in entry.variants:
             assert [v.status for v in (variant.verdict, *variant.verdicts)] == ["verified"] * 2
 
 
 @pytest.mark.parametrize(("level", "widest"), [("avx2", "ymm"), ("sse4", "xmm")])
-def test_no_library_holds_wider_instructions_than_its_target(several: Path, tmp_path: Path, level: str, widest: str) -> None:
+def test_no_library_holds_wider_instructions_than_its_target(
+    several: Path, tmp_path: Path, level: str, widest: str
+) -> None:
     archive = open_package(several)
     archive.choose(["avx2", "sse4"].index(level))
     found = set[str]()
     for name in archive.manifest.libraries:
-        listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", archive.library(name)], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            ["objdump", "-d", "--no-show-raw-insn", archive.library(name)], capture_output=True, text=True, check=True
+        ).stdout
         found |= set(re.findall(r"%([xyz]mm)\d", listing))
         if level == "sse4":  # instructions of AVX and later begin with a v
             assert not re.search(r"^\s+[0-9a-f]+:\s+v[a-z]", listing, re.MULTILINE), name
@@ -167,7 +181,9 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("processor", FLAGS)
-def test_the_choice_is_by_what_the_processor_reports(several: Path, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_by_what_the_processor_reports(
+    several: Path, processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, without = FLAGS[processor]
     flags = frozenset(f for f in compatibility.cpu_flags() if not f.startswith(without))
     monkeypatch.setattr(compatibility, "cpu_flags", lambda: flags)
@@ -180,7 +196,10 @@ def test_none_fits(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IncompatibleError) as caught:
         load(several)
     message = str(caught.value)
-    assert "2 targets, and none fits: cpu:avx2: it was built for x86-64-v3 and needs the CPU flags avx avx2, which this processor lacks" in message
+    assert (
+        "2 targets, and none fits: cpu:avx2: it was built for x86-64-v3 and needs the CPU flags avx avx2, which this processor lacks"
+        in message
+    )
     assert "cpu:sse4: it was built for x86-64-v2 and needs the CPU flags sse4_1 sse4_2" in message
     assert f"aot-backward rebuild {several} -o OUT.pt2" in message and "\n" not in message
 
@@ -204,14 +223,20 @@ print(repr(gradients["x"].double().sum().item()))
 
 
 def ran(path: Path, **env: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", RUN, str(path)], capture_output=True, text=True, env={**os.environ, **env}, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(path)], capture_output=True, text=True, env={**os.environ, **env}, check=True
+    )
     return done.stdout.split()
 
 
 def test_the_choice_keeps_to_what_pytorch_is_kept_to(several: Path, rebuilt: Path) -> None:
     x = torch.linspace(-1, 1, 12).reshape(4, 3).requires_grad_()
     expected = float(torch.autograd.grad(energy(x), x)[0].double().sum())
-    for path, capability, target in ((several, "default", "cpu:sse4"), (several, "avx2", "cpu:avx2"), (rebuilt, "default", "cpu:sse4")):
+    for path, capability, target in (
+        (several, "default", "cpu:sse4"),
+        (several, "avx2", "cpu:avx2"),
+        (rebuilt, "default", "cpu:sse4"),
+    ):
         found, chosen, total = ran(path, ATEN_CPU_CAPABILITY=capability)
         assert (found, chosen) == (capability.upper(), target)
         assert float(total) == pytest.approx(expected, rel=1e-4, abs=1e-4)
@@ -261,7 +286,10 @@ def test_verify_and_inspect_show_every_target(several: Path) -> None:
         assert f"entry 'fit' variant 0, {target}: " in done.stdout
     done = aot_backward("inspect", several)
     assert "built for cpu x86_64 x86-64-v3, cpu x86_64 x86-64-v2 with torch" in done.stdout
-    assert done.stdout.count("compared with eager, cpu:sse4: verified") == 3 and "native code for each target" in done.stdout
+    assert (
+        done.stdout.count("compared with eager, cpu:sse4: verified") == 3
+        and "native code for each target" in done.stdout
+    )
 
 
 def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
@@ -278,7 +306,10 @@ def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
         actual = backward_passes(batches)
     torch.testing.assert_close(actual, expected)
     assert replaying.report.hits == 2
-    with pytest.raises(ab.ExportError, match=r"several targets \(cpu:sse4, cpu:avx2\).*record into a new file"), ab.record(path):
+    with (
+        pytest.raises(ab.ExportError, match=r"several targets \(cpu:sse4, cpu:avx2\).*record into a new file"),
+        ab.record(path),
+    ):
         backward_passes((2, 2))
 
 
@@ -332,7 +363,10 @@ def test_the_check_of_recorded_passes_sees_code_that_is_wrong(tmp_path: Path, mo
         return compile_graphs(changed, **kwargs)
 
     monkeypatch.setattr(compile, "compile_graphs", wrong)
-    with pytest.raises(ab.ExportError, match=r"is wrong: the code compiled from the portable graph .* differs from PyTorch's own operators"):
+    with pytest.raises(
+        ab.ExportError,
+        match=r"is wrong: the code compiled from the portable graph .* differs from PyTorch's own operators",
+    ):
         ab.rebuild(path, tmp_path / "wrong.pt2")
     assert not (tmp_path / "wrong.pt2").exists()
 
@@ -359,10 +393,15 @@ def test_lines_of_the_model_are_in_the_graphs_and_no_path_is(several: Path) -> N
         form = json.loads(text)
         lines = {(file, module): source for file, _, _, source, module in form["lines"]}
         assert lines["export/test_rebuild.py", "norm"].startswith("h = torch.nn.functional.gelu(self.norm(")
-        placed = [p for p, node in zip(form["places"], form["nodes"], strict=True) if node[0] not in ("placeholder", "weight", "constant", "output")]
+        placed = [
+            p
+            for p, node in zip(form["places"], form["nodes"], strict=True)
+            if node[0] not in ("placeholder", "weight", "constant", "output")
+        ]
         assert sum(p >= 0 for p in placed) > 0.8 * len(placed)
         writes = [p for p, node in zip(form["places"], form["nodes"], strict=True) if node[0] == "aten.copy_.default"]
-        assert set(writes) <= {-1} and bool(writes) == (role == "forward")  # BatchNorm's buffers, at the end of the forward
+        # BatchNorm's buffers, at the end of the forward
+        assert set(writes) <= {-1} and bool(writes) == (role == "forward")
         assert str(Path(__file__).parents[2]) not in text and str(Path.home()) not in text
 
 
@@ -379,7 +418,8 @@ def gathered(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 
 
 def test_an_index_out_of_range_at_another_size_is_no_fault(tmp_path: Path) -> None:
-    """The check tries sizes that do not fit the program's values, and operators raise errors other than RuntimeError."""
+    """The check tries sizes that do not fit the program's values, and operators raise errors other than
+    RuntimeError."""
     path = tmp_path / "gathered.pt2"
     two = ({0: Dim("rows", min=2)}, {0: Dim("indices", min=2)})
     ab.export_grad(gathered, (torch.randn(6, 4), torch.arange(5, -1, -1)), wrt=("x",), dynamic_shapes=two, path=path)
@@ -416,7 +456,9 @@ def other_operator(form: dict[str, Any]) -> None:
 
 
 def other_number(form: dict[str, Any]) -> None:
-    place = next(n for n in form["nodes"] if n[0].startswith("aten.mul") and isinstance(n[1][1], dict) and "float" in n[1][1])
+    place = next(
+        n for n in form["nodes"] if n[0].startswith("aten.mul") and isinstance(n[1][1], dict) and "float" in n[1][1]
+    )
     place[1][1] = {"float": (0.123).hex()}
 
 
@@ -460,26 +502,56 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other operator": (other_operator, "does not give the results stored|differs from PyTorch's own operators"),
     "other number": (other_number, "does not give the results stored|differs from PyTorch's own operators"),
     "other size": (other_size, "was traced with another value of s0 than"),
-    "unknown operator": (unknown_operator, "calls 'nonsuch.tanh.default', which is not registered in this process; import the library"),
+    "unknown operator": (
+        unknown_operator,
+        "calls 'nonsuch.tanh.default', which is not registered in this process; import the library",
+    ),
     "reads files": (forbidden, "calls 'aten.from_file.default', which is not allowed"),
     "Python": (python, "calls operator:attrgetter, which is not allowed"),
-    "reads files, another overload": (lambda form: call(form, "aten.from_file.out", "/etc/passwd", True, 10), "from_file.out', which is not"),
-    "reads files, no overload": (lambda form: call(form, "aten.from_file", "/etc/passwd", True, 10), "calls 'aten.from_file', which is not allowed"),
-    "writes files": (lambda form: call(form, "aten.save.default", [1], "saved"), "calls 'aten.save.default', which is not allowed"),
-    "imports": (lambda form: call(form, "import_module.__call__", "this"), "calls 'import_module.__call__', which is not allowed"),
-    "opens a library": (lambda form: call(form, "load_library.__call__", "x.so"), "calls 'load_library.__call__', which is not allowed"),
-    "Python's own": (lambda form: call(form, "load_library.__globals__.get", "__builtins__"), "__globals__.get', which is not allowed"),
-    "code in a name": (lambda form: named(form, "a=__import__('os').abort()"), "abort.* is not a valid name for a node"),
+    "reads files, another overload": (
+        lambda form: call(form, "aten.from_file.out", "/etc/passwd", True, 10),
+        "from_file.out', which is not",
+    ),
+    "reads files, no overload": (
+        lambda form: call(form, "aten.from_file", "/etc/passwd", True, 10),
+        "calls 'aten.from_file', which is not allowed",
+    ),
+    "writes files": (
+        lambda form: call(form, "aten.save.default", [1], "saved"),
+        "calls 'aten.save.default', which is not allowed",
+    ),
+    "imports": (
+        lambda form: call(form, "import_module.__call__", "this"),
+        "calls 'import_module.__call__', which is not allowed",
+    ),
+    "opens a library": (
+        lambda form: call(form, "load_library.__call__", "x.so"),
+        "calls 'load_library.__call__', which is not allowed",
+    ),
+    "Python's own": (
+        lambda form: call(form, "load_library.__globals__.get", "__builtins__"),
+        "__globals__.get', which is not allowed",
+    ),
+    "code in a name": (
+        lambda form: named(form, "a=__import__('os').abort()"),
+        "abort.* is not a valid name for a node",
+    ),
     "later node": (later, "which comes later"),
     "missing weight": (missing_weight, "reads the weight 'nonsuch', which the package does not have"),
     "fewer outputs": (fewer_outputs, "inputs and 1 outputs; its library|outputs; its library"),
-    "no output": (lambda form: [form[k].pop() for k in ("nodes", "names", "looks", "places")] and None, "has no list of outputs"),
+    "no output": (
+        lambda form: [form[k].pop() for k in ("nodes", "names", "looks", "places")] and None,
+        "has no list of outputs",
+    ),
     "donated": (lambda form: form.update(donated=[99]), "donates inputs that it does not have"),
     "no JSON": (lambda form: b"{", "the portable graph net.0.forward is not JSON"),
     "no graph": (lambda form: b"[]", "the portable graph net.0.forward is not an object with the lists nodes"),
     "a version to come": (lambda form: form.update(version=99), "expected version 1, got 99"),
     "a type for a list": (lambda form: form.update(nodes={"a": 1}), "is not an object with the lists nodes"),
-    "nonsense in a node": (lambda form: form["nodes"].__setitem__(3, [1, 2, 3]), "the portable graph net.0.forward cannot be read"),
+    "nonsense in a node": (
+        lambda form: form["nodes"].__setitem__(3, [1, 2, 3]),
+        "the portable graph net.0.forward cannot be read",
+    ),
 }
 
 
@@ -491,12 +563,17 @@ def test_a_graph_that_was_tampered_with(case: str, several: Path, tmp_path: Path
     with pytest.raises((ab.PackageError, ab.ExportError), match=message) as caught:
         ab.rebuild(path, out, target="cpu:avx2")
     assert "\n" not in str(caught.value)
-    assert out.read_bytes() == several.read_bytes() and sorted(p.name for p in tmp_path.iterdir()) == ["in.pt2", "out.pt2"]
+    assert out.read_bytes() == several.read_bytes() and sorted(p.name for p in tmp_path.iterdir()) == [
+        "in.pt2",
+        "out.pt2",
+    ]
 
 
 def test_a_graph_whose_digest_does_not_fit(several: Path, tmp_path: Path) -> None:
     members = taken_apart(several)
-    members[f"{GRAPHS}/net.0.forward.json"] = members[f"{GRAPHS}/net.0.forward.json"].replace(b"aten.tanh", b"aten.sinh")
+    members[f"{GRAPHS}/net.0.forward.json"] = members[f"{GRAPHS}/net.0.forward.json"].replace(
+        b"aten.tanh", b"aten.sinh"
+    )
     put_together(tmp_path / "in.pt2", members, relist=False)
     with pytest.raises(ab.PackageError, match=r"member extra/aot_backward/graphs/net.0.forward.json: SHA-256 is"):
         ab.rebuild(tmp_path / "in.pt2", tmp_path / "out.pt2")
@@ -507,7 +584,10 @@ def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None
         members = taken_apart(several)
         del members[member]
         put_together(tmp_path / "wrong.pt2", members)
-        with pytest.raises(ab.PackageError, match=rf"library net.0.forward: .* refers to '{re.escape(member.removeprefix('package/'))}'"):
+        with pytest.raises(
+            ab.PackageError,
+            match=rf"library net.0.forward: .* refers to '{re.escape(member.removeprefix('package/'))}'",
+        ):
             open_package(tmp_path / "wrong.pt2")
 
 
@@ -518,7 +598,10 @@ def test_a_build_or_graph_that_is_missing(several: Path, tmp_path: Path) -> None
         ("cpu,cpu:avx2", "target cpu:avx2 is given twice (cpu is cpu:avx2)"),
         ("cpu:avx2,", "unknown target ''; known: "),
         ("cpu,cuda", "targets 'cpu,cuda': expected one device type, got several"),
-        ("cuda:sm_42", "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cpu:wasm, cuda, cuda:sm_80"),
+        (
+            "cuda:sm_42",
+            "unknown target 'cuda:sm_42'; known: cpu, cpu:sse4, cpu:avx2, cpu:avx512, cpu:neon, cpu:wasm, cuda, cuda:sm_80",
+        ),
     ],
 )
 def test_unknown_targets(several: Path, tmp_path: Path, target: str, message: str) -> None:
@@ -536,7 +619,11 @@ def test_a_gpu_needs_a_build_of_torch_for_it(several: Path, tmp_path: Path) -> N
     with pytest.raises(ab.ExportError, match=message):
         ab.rebuild(several, tmp_path / "o.pt2", target="cuda:sm_90")
     with pytest.raises(ab.ExportError, match=message):
-        ab.export(tmp_path / "o.pt2", {"e": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))])}, target="cuda:sm_80,cuda:sm_90")
+        ab.export(
+            tmp_path / "o.pt2",
+            {"e": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))])},
+            target="cuda:sm_80,cuda:sm_90",
+        )
 
 
 def test_without_portable_graphs(tmp_path: Path) -> None:
@@ -544,7 +631,9 @@ def test_without_portable_graphs(tmp_path: Path) -> None:
     ab.export(path, {"e": ab.Grad(energy, [ab.Variant((torch.randn(4, 3),))])}, portable=False)
     assert not [m for m in open_package(path).members() if "graphs" in m]
     for source in (path, GOLDEN / "1.0-pair.pt2"):
-        with pytest.raises(ab.ExportError, match=r"has no portable graph of .*; export it again from the model's source"):
+        with pytest.raises(
+            ab.ExportError, match=r"has no portable graph of .*; export it again from the model's source"
+        ):
             ab.rebuild(source, tmp_path / "o.pt2")
 
 

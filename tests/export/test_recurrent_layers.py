@@ -1,4 +1,5 @@
-"""Recurrent layers as loops over a dynamic length: outputs, final states and every gradient against eager, in all runtimes."""
+"""Recurrent layers as loops over a dynamic length: outputs, final states and every gradient against eager, in all
+runtimes."""
 
 from __future__ import annotations
 
@@ -23,14 +24,18 @@ from aot_backward_runtime.package.archive import open_package
 from ..support import exports
 
 pytestmark = [
-    pytest.mark.skipif(not torch_api.at_least("2.13"), reason="there the body of a loop gets the wrong inputs, and layers are unrolled"),
+    pytest.mark.skipif(
+        not torch_api.at_least("2.13"), reason="there the body of a loop gets the wrong inputs, and layers are unrolled"
+    ),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),  # eager's
 ]
 
 INPUT, HIDDEN = 5, 6
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "lstm": lambda: nn.LSTM(INPUT, HIDDEN),
-    "lstm_both_ways_with_projections": lambda: nn.LSTM(INPUT, HIDDEN, proj_size=4, bias=False, bidirectional=True, batch_first=True),
+    "lstm_both_ways_with_projections": lambda: nn.LSTM(
+        INPUT, HIDDEN, proj_size=4, bias=False, bidirectional=True, batch_first=True
+    ),
     "lstm_in_float64": lambda: nn.LSTM(INPUT, HIDDEN, dtype=torch.float64),
     "gru_of_two": lambda: nn.GRU(INPUT, HIDDEN, 2),
     "gru_both_ways": lambda: nn.GRU(INPUT, HIDDEN, bias=False, bidirectional=True),
@@ -43,7 +48,8 @@ SIZES = (14, 3), (1, 1), (2, 4), (40, 1)
 
 
 class Layers(nn.Module):
-    """All layers over the same sequences, from states that are an input: x [length, batch, INPUT], states [4, batch, HIDDEN]."""
+    """All layers over the same sequences, from states that are an input: x [length, batch, INPUT], states [4, batch,
+    HIDDEN]."""
 
     def __init__(self, names: Any = tuple(LAYERS)):
         super().__init__()
@@ -72,11 +78,16 @@ def sizes() -> Any:
 
 
 def package() -> Path:
-    return exports.shared("recurrent-layers", lambda path: ab.export_module(Layers(), inputs(*SIZES[0]), dynamic_shapes=sizes(), path=path))
+    return exports.shared(
+        "recurrent-layers",
+        lambda path: ab.export_module(Layers(), inputs(*SIZES[0]), dynamic_shapes=sizes(), path=path),
+    )
 
 
 def weighted(results: Any) -> Tensor:
-    return torch.stack([(r * (1 + torch.arange(r.numel(), dtype=r.dtype).view(r.shape).cos())).sum().double() for r in results]).sum()
+    return torch.stack(
+        [(r * (1 + torch.arange(r.numel(), dtype=r.dtype).view(r.shape).cos())).sum().double() for r in results]
+    ).sum()
 
 
 @functools.cache
@@ -93,7 +104,11 @@ def compared() -> list[list[tuple[Any, Any]]]:
                 {
                     name: [
                         *out,
-                        *torch.autograd.grad(weighted(out), [*values, *(p for n, p in own.items() if f"layers.{name}." in n)], retain_graph=True),
+                        *torch.autograd.grad(
+                            weighted(out),
+                            [*values, *(p for n, p in own.items() if f"layers.{name}." in n)],
+                            retain_graph=True,
+                        ),
                     ]
                     for name, out in results.items()
                 }
@@ -120,8 +135,13 @@ def test_they_run_without_pytorch() -> None:
 def test_as_onnx_graphs_of_a_static_length(tmp_path: Path) -> None:
     """Export compares them with eager."""
     net, values = Layers(["gru_both_ways", "relu"]), inputs(LONGEST_UNROLLED + 2, 2)
-    ab.export_onnx(tmp_path / "net.onnx", {"net": ab.Module(net, [ab.Variant(values, dynamic_shapes={"x": {1: BATCH}, "states": {1: BATCH}})])})
-    with pytest.raises(ExportError, match=r"scan over a dynamic length has no ONNX translation.*Make the length static"):
+    ab.export_onnx(
+        tmp_path / "net.onnx",
+        {"net": ab.Module(net, [ab.Variant(values, dynamic_shapes={"x": {1: BATCH}, "states": {1: BATCH}})])},
+    )
+    with pytest.raises(
+        ExportError, match=r"scan over a dynamic length has no ONNX translation.*Make the length static"
+    ):
         ab.export_onnx(tmp_path / "net.onnx", {"net": ab.Module(net, [ab.Variant(values, dynamic_shapes=sizes())])})
 
 
@@ -153,7 +173,9 @@ class In16Bits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleDict({name: LAYERS[name]() for name in ("lstm", "gru_of_two", "tanh", "lstm_both_ways_with_projections")})
+        self.net = nn.ModuleDict(
+            {name: LAYERS[name]() for name in ("lstm", "gru_of_two", "tanh", "lstm_both_ways_with_projections")}
+        )
         self.low = nn.GRU(INPUT, HIDDEN).bfloat16()
 
     def forward(self, x: Tensor) -> list[Any]:
@@ -165,7 +187,9 @@ class In16Bits(nn.Module):
 def test_dtypes_and_a_dynamic_length_in_16_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, (x, _) = In16Bits(), inputs(14, 3)
-    path = ab.export_module(module, (x,), dynamic_shapes=({0: Dim("length", min=2)},), path=tmp_path / "net.pt2", tune="none")
+    path = ab.export_module(
+        module, (x,), dynamic_shapes=({0: Dim("length", min=2)},), path=tmp_path / "net.pt2", tune="none"
+    )
     loaded = load(path).module()
     for length in (2, 33):
         found = []
@@ -207,7 +231,9 @@ class Uses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleDict({name: LAYERS[name]() for name in ("lstm_in_float64", "gru_of_two", "tanh", "relu")}).double()
+        self.layers = nn.ModuleDict(
+            {name: LAYERS[name]() for name in ("lstm_in_float64", "gru_of_two", "tanh", "relu")}
+        ).double()
 
     def forward(self, x: Tensor) -> list[Tensor]:
         out = [self.layers["gru_of_two"](part)[0] for part in (x[1:], x[::2], torch.cat([x, x]))]
@@ -217,7 +243,10 @@ class Uses(nn.Module):
 def test_parts_of_a_dynamic_length_and_outputs_changed_in_place(tmp_path: Path) -> None:
     module = Uses()
     path = ab.export_module(
-        module, (torch.randn(14, 3, INPUT).double().requires_grad_(),), dynamic_shapes=({0: Dim("length", min=2)},), path=tmp_path / "uses.pt2"
+        module,
+        (torch.randn(14, 3, INPUT).double().requires_grad_(),),
+        dynamic_shapes=({0: Dim("length", min=2)},),
+        path=tmp_path / "uses.pt2",
     )
     loaded = load(path).module()
     for length in (2, 33):

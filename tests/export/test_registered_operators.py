@@ -1,4 +1,5 @@
-"""Packages that call third-party operators: the package names the module that registers them, and loading asks for it by name."""
+"""Packages that call third-party operators: the package names the module that registers them, and loading asks for it
+by name."""
 
 from __future__ import annotations
 
@@ -103,13 +104,23 @@ ab.export_grad(lambda x: (third(x.detach()) * x).sum(), (torch.ones(4),), path="
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Export ``model.pt2`` by the command line and ``script.pt2`` by a script, in a folder with their sources. Return their output, too."""
+    """Export ``model.pt2`` by the command line and ``script.pt2`` by a script, in a folder with their sources. Return
+    their output, too."""
     folder = tmp_path_factory.mktemp("registered")
     (folder / "nets").mkdir()
-    for name, text in (("cubes.py", CUBES), ("nets/doubles.py", DOUBLES), ("model.py", MODEL), ("absolutes.c", ABSOLUTES), ("script.py", SCRIPT)):
+    for name, text in (
+        ("cubes.py", CUBES),
+        ("nets/doubles.py", DOUBLES),
+        ("model.py", MODEL),
+        ("absolutes.c", ABSOLUTES),
+        ("script.py", SCRIPT),
+    ):
         (folder / name).write_text(text)
     linked = ["-x", "none", f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
-    subprocess.run([*compiler(), "-shared", "-fPIC", "-o", folder / "libabsolutes.so", "-x", "c", folder / "absolutes.c", *linked], check=True)
+    subprocess.run(
+        [*compiler(), "-shared", "-fPIC", "-o", folder / "libabsolutes.so", "-x", "c", folder / "absolutes.c", *linked],
+        check=True,
+    )
     done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(folder=folder, package=folder / "model.pt2", said=done.stderr)
@@ -130,7 +141,10 @@ def test_the_export_says_who_registers_what(made: SimpleNamespace) -> None:
 
 def test_inspect_shows_them_and_imports_nothing(made: SimpleNamespace) -> None:
     shown = CliRunner().invoke(main, ["inspect", str(made.package)]).stdout
-    assert "calls cubes::cube, registered by cubes; load does not import it by itself: use load(path, imports=['cubes']) or --import cubes" in shown
+    assert (
+        "calls cubes::cube, registered by cubes; load does not import it by itself: use load(path, imports=['cubes']) or --import cubes"
+        in shown
+    )
     assert "calls absolutes::absolute, registered by libabsolutes.so when it was exported" in shown
     assert json.loads(CliRunner().invoke(main, ["inspect", str(made.package), "--json"]).stdout)["operators"] == {
         "absolutes::absolute": {"module": "", "file": "libabsolutes.so"},
@@ -202,9 +216,17 @@ def test_commands_import_what_they_are_told(made: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("verify",), ("run", "--inputs", "x", "--outputs", "y"), ("rebuild", "-o", "again.pt2"), ("convert", "-o", "again.onnx")]
+    "arguments",
+    [
+        ("verify",),
+        ("run", "--inputs", "x", "--outputs", "y"),
+        ("rebuild", "-o", "again.pt2"),
+        ("convert", "-o", "again.onnx"),
+    ],
 )
-def test_commands_name_what_is_missing(arguments: tuple[str, ...], made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_name_what_is_missing(
+    arguments: tuple[str, ...], made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(made.folder)
     before = sorted(made.folder.iterdir())
     refused = CliRunner().invoke(main, [*arguments, "model.pt2"])
@@ -216,7 +238,10 @@ def test_commands_name_what_is_missing(arguments: tuple[str, ...], made: SimpleN
 
 
 def test_what_a_script_registers_itself_is_to_be_moved(made: SimpleNamespace) -> None:
-    with pytest.raises(IncompatibleError, match=r"calls script::third, registered by a script, script\.py, that cannot be imported by name: move"):
+    with pytest.raises(
+        IncompatibleError,
+        match=r"calls script::third, registered by a script, script\.py, that cannot be imported by name: move",
+    ):
         load(made.folder / "script.pt2")
 
 
@@ -224,7 +249,9 @@ def test_packages_that_do_not_say_and_packages_that_lie(made: SimpleNamespace, t
     """One package has an earlier format, and one has invalid names."""
     members = taken_apart(made.package)
     put_together(tmp_path / "older.pt2", members, {"operators": {}, "format_version": [1, 4]})
-    with pytest.raises(IncompatibleError, match="model::half, which is not registered here, and the package does not name the module"):
+    with pytest.raises(
+        IncompatibleError, match="model::half, which is not registered here, and the package does not name the module"
+    ):
         load(tmp_path / "older.pt2")
     put_together(tmp_path / "odd.pt2", members, {"operators": {"cubes::cube": {"module": "os;\x1b[2J"}}})
     with pytest.raises(PackageError, match=r"calls 'cubes::cube' of 'os;\\x1b\[2J', which is not an operator"):
@@ -237,8 +264,12 @@ def test_recorded_passes(tmp_path: Path) -> None:
         backward_passes((3, 5))
     assert recording.recorded == 2
     members = taken_apart(tmp_path / "bw.pt2")
-    libraries = {name: spec | {"operators": ["gone::away"]} for name, spec in json.loads(members[MANIFEST])["libraries"].items()}
-    put_together(tmp_path / "gone.pt2", members, {"libraries": libraries, "operators": {"gone::away": {"module": "gone.module"}}})
+    libraries = {
+        name: spec | {"operators": ["gone::away"]} for name, spec in json.loads(members[MANIFEST])["libraries"].items()
+    }
+    put_together(
+        tmp_path / "gone.pt2", members, {"libraries": libraries, "operators": {"gone::away": {"module": "gone.module"}}}
+    )
     with replay(tmp_path / "gone.pt2") as replaying:
         found = backward_passes((4, 6))
         missed = dict(replaying.report.misses)
@@ -247,7 +278,9 @@ def test_recorded_passes(tmp_path: Path) -> None:
             backward_passes((7,))
     torch.testing.assert_close(found, backward_passes((4, 6)))
     ((reason, count),) = missed.items()
-    assert reason.startswith("the package calls gone::away, registered by the Python module 'gone.module', which is not imported here")
+    assert reason.startswith(
+        "the package calls gone::away, registered by the Python module 'gone.module', which is not imported here"
+    )
     assert count == 2 and replaying.report.hits == 1 and dict(replaying.report.misses) == missed
     with pytest.raises(InputError, match=r"imports: the module 'gone\.module' could not be imported"):
         replay(tmp_path / "gone.pt2", imports=["gone.module"])
@@ -266,7 +299,8 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 as_dtype.register_autograd(
-    lambda ctx, grad: (grad.to(ctx.dtype), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype)
+    lambda ctx, grad: (grad.to(ctx.dtype), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[0].dtype),
 )
 
 

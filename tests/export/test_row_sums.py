@@ -23,7 +23,9 @@ KERNEL = b"aoti_torch_cpu_scatter_reduce_two_out"
 aten = torch.ops.aten
 
 
-def looked_up(table: Tensor, line: Tensor, cube: Tensor, half: Tensor, added: Tensor, index: Tensor, pairs: Tensor) -> Tensor:
+def looked_up(
+    table: Tensor, line: Tensor, cube: Tensor, half: Tensor, added: Tensor, index: Tensor, pairs: Tensor
+) -> Tensor:
     """Look up or add rows in each way. Gradients differ from row to row, and rows repeat."""
     terms = [
         functional.embedding(pairs, table, padding_idx=3),
@@ -44,7 +46,13 @@ def looked_up(table: Tensor, line: Tensor, cube: Tensor, half: Tensor, added: Te
 
 def tensors(length: int, batch: int, time: int) -> tuple[Tensor, ...]:
     torch.manual_seed(length)
-    differentiable = [torch.randn(10, 16), torch.randn(10), torch.randn(10, 4, 5), torch.randn(10, 20, dtype=torch.bfloat16), torch.randn(1, 16)]
+    differentiable = [
+        torch.randn(10, 16),
+        torch.randn(10),
+        torch.randn(10, 4, 5),
+        torch.randn(10, 20, dtype=torch.bfloat16),
+        torch.randn(1, 16),
+    ]
     index = torch.randint(-9, 10, (length,))
     return (*(t.requires_grad_() for t in differentiable), index, torch.randint(10, (batch, time)))
 
@@ -54,12 +62,16 @@ def check(path: Path, sizes: list[tuple[int, int, int]]) -> Any:
     gradient = load(path).grad()
     for size in sizes:
         arguments = tensors(*size)
-        precise = [a.detach().double().requires_grad_() for a in arguments[:5]]  # eager's bfloat16 kernel rounds after each added row
+        # Eager's bfloat16 kernel rounds after each added row
+        precise = [a.detach().double().requires_grad_() for a in arguments[:5]]
         expected = torch.autograd.grad(looked_up(*precise, *arguments[5:]), precise)
         ours = gradient(*arguments)[1]
         for name, exact in zip(NAMES, expected, strict=True):
-            tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1  # it also rounds after each added row
-            torch.testing.assert_close(ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+            # It also rounds after each added row
+            tolerance = 1e-5 if name != "half" else 1e-2 if torch_api.at_least("2.13") else 0.1
+            torch.testing.assert_close(
+                ours[name].double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+            )
     return gradient
 
 
@@ -68,7 +80,11 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
     dims = [Dim(name, min=0, max=1000) for name in ("length", "batch", "time")]
     shapes: Any = (*[None] * 5, {0: dims[0]}, {0: dims[1], 1: dims[2]}) if kind == "dynamic" else None
     path = ab.export_grad(looked_up, tensors(24, 6, 5), wrt=NAMES, dynamic_shapes=shapes, path=tmp_path / "rows.pt2")
-    sizes = [(24, 6, 5)] if shapes is None else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
+    sizes = (
+        [(24, 6, 5)]
+        if shapes is None
+        else [(24, 6, 5), (0, 1, 7), (1, 7, 1), (1, 1, 1), (700, 0, 3), (2, 3, 0), (3, 90, 8)]
+    )
     if not torch_api.at_least("2.13"):  # before, Inductor tests whether the product of two sizes is at least 2
         sizes = [size for size in sizes if size[1] * size[2] > 1]
     gradient = check(path, sizes)
@@ -87,7 +103,9 @@ def test_gradients_are_eagers(kind: str, tmp_path: Path) -> None:
 
 def traced(function: Any, *arguments: Tensor) -> torch.fx.GraphModule:
     """Return the graph that Inductor gets for ``function`` after the pass."""
-    graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(*arguments)
+    graph = torch_api.make_fx(function, decomposition_table=torch_api.select_decomp_table(), tracing_mode="fake")(
+        *arguments
+    )
     return rewriting.rewritten(graph, by_scatter_add)
 
 
@@ -129,10 +147,20 @@ OTHERS = {
     "expanded": (put, torch.randn(10, 1).expand(10, 16), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
     "integers": (put, torch.zeros(10, 16, dtype=torch.int64), torch.randint(-10, 10, (7,)), torch.randint(9, (7, 16))),
     "a mask": (put, torch.zeros(10, 16), torch.rand(10) > 0.5, torch.randn(1, 16)),
-    "columns": (lambda to, index, rows: aten.index_put(to, [None, index], rows, True), torch.zeros(16, 20), torch.arange(3), torch.randn(16, 3)),
+    "columns": (
+        lambda to, index, rows: aten.index_put(to, [None, index], rows, True),
+        torch.zeros(16, 20),
+        torch.arange(3),
+        torch.randn(16, 3),
+    ),
     "numbers": (put, torch.zeros(10), torch.randint(-10, 10, (7,)), torch.randn(7)),
     "short rows": (put, torch.zeros(10, 7), torch.randint(-10, 10, (7,)), torch.randn(7, 7)),
-    "not added": (lambda to, index, rows: aten.index_put(to, [index], rows, False), torch.zeros(10, 16), torch.arange(3), torch.randn(3, 16)),
+    "not added": (
+        lambda to, index, rows: aten.index_put(to, [index], rows, False),
+        torch.zeros(10, 16),
+        torch.arange(3),
+        torch.randn(3, 16),
+    ),
 }
 
 

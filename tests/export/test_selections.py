@@ -13,13 +13,18 @@ from aot_backward_runtime import load
 
 
 def extremes(u: Tensor, v: Tensor) -> Tensor:
-    """Inductor computes the angles twice, in vectors and one by one, with different last bits: the gradients of the smallest would be lost."""
+    """Inductor computes the angles twice, in vectors and one by one, with different last bits: the gradients of the
+    smallest would be lost."""
     angle = torch.atan2(u, v)
     return angle.amin(-1).sum() + angle.amax(0).sum()
 
 
 def test_extremes_of_a_value_that_several_loops_read(tmp_path: Path) -> None:
-    package = load(ab.export_grad(extremes, (torch.randn(5, 7), torch.randn(5, 7)), wrt="u", path=tmp_path / "extremes.pt2", tune="none"))
+    package = load(
+        ab.export_grad(
+            extremes, (torch.randn(5, 7), torch.randn(5, 7)), wrt="u", path=tmp_path / "extremes.pt2", tune="none"
+        )
+    )
     for seed in range(50):
         u, v = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed))
         (eager,) = torch.autograd.grad(extremes(u.requires_grad_(), v), u)
@@ -37,8 +42,12 @@ def test_a_sum_of_a_scan(tmp_path: Path) -> None:
         return last.sum() + every.square().sum()
 
     rows = torch.randn(6, 3, requires_grad=True)
-    package = load(ab.export_grad(loss, (rows.detach(), torch.zeros(3)), wrt="rows", path=tmp_path / "scan.pt2", tune="none"))
-    torch.testing.assert_close(package.grad()(rows.detach(), torch.zeros(3))[1], torch.autograd.grad(loss(rows, torch.zeros(3)), rows)[0])
+    package = load(
+        ab.export_grad(loss, (rows.detach(), torch.zeros(3)), wrt="rows", path=tmp_path / "scan.pt2", tune="none")
+    )
+    torch.testing.assert_close(
+        package.grad()(rows.detach(), torch.zeros(3))[1], torch.autograd.grad(loss(rows, torch.zeros(3)), rows)[0]
+    )
 
 
 def hessian_of_a_trace(m: Tensor) -> Tensor:

@@ -20,7 +20,26 @@ from aot_backward_runtime import load
 from ..support import rewriting
 
 aten = torch.ops.aten
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-20, 1e-4, -1e-4, 5.9, -5.9, 13.2, -13.2, -30.0, 1e10, -1e10, 3e38, float("inf"), float("-inf"), float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-20,
+    1e-4,
+    -1e-4,
+    5.9,
+    -5.9,
+    13.2,
+    -13.2,
+    -30.0,
+    1e10,
+    -1e10,
+    3e38,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,11 +48,18 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-7), (torch.bfloat16, 4e-3), (torch.float64, 1e-15)])
 def test_numbers_are_as_exact_as_eagers(dtype: torch.dtype, off: float, tmp_path: Path) -> None:
-    """Eager's error function is also exact to 1.5e-7 of its limit at infinity, so its gradients are off by up to 2.5e-7."""
+    """Eager's error function is also exact to 1.5e-7 of its limit at infinity, so its gradients are off by up to
+    2.5e-7."""
     example = torch.randn(40, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
     shapes = ({0: Dim("length", min=2)},) * 2
-    package = load(ab.export_grad(weighed, example, wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "gelu.pt2"))
-    x = torch.cat([torch.linspace(-7, 7, 100_003), torch.logspace(-30, 1, 10_003), torch.tensor(SPECIAL)]).to(dtype).requires_grad_()
+    package = load(
+        ab.export_grad(weighed, example, wrt=["x", "weight"], dynamic_shapes=shapes, path=tmp_path / "gelu.pt2")
+    )
+    x = (
+        torch.cat([torch.linspace(-7, 7, 100_003), torch.logspace(-30, 1, 10_003), torch.tensor(SPECIAL)])
+        .to(dtype)
+        .requires_grad_()
+    )
     ours = package.grad()(x, torch.ones_like(x).requires_grad_())[1]["x"]
     assert ours.dtype == dtype
     wide = x.detach().double().requires_grad_()
@@ -51,7 +77,8 @@ def other(factor: float, by: float) -> Any:
     return lambda x: torch.erf(x * factor) + torch.exp(x * x * by)
 
 
-COUNTS: dict[str, tuple[Any, int, int]] = {  # a function, and the number of calls of the exponential and of erf after the pass
+# A function, and the number of calls of the exponential and of erf after the pass
+COUNTS: dict[str, tuple[Any, int, int]] = {
     "gradient of GELU": (slope, 1, 0),
     "forward and gradient": (lambda x: functional.gelu(x) + slope(x), 1, 0),
     "forward": (functional.gelu, 0, 1),

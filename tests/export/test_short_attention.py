@@ -21,7 +21,10 @@ from ..support import rewriting
 
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(0)
-FORWARD, BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FORWARD, BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 
 
 def heads(length: int, rows: int = 2, count: int = 3, depth: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,7 +45,9 @@ def queries(length: int, keys: int | None = None, **options: Any) -> list[Tensor
     return [heads(length, **options), heads(keys, **options), heads(keys, **options), heads(length, **options)]
 
 
-def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, ...]:
+def forward_and_backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, ...]:
     out, sums = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return (out, sums, *BACKWARD(grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask, scale=scale))
 
@@ -87,7 +92,9 @@ def test_products_give_what_the_kernel_gives(case: str) -> None:
     assert [t.stride() for t in ours] == [t.stride() for t in expected]
 
 
-@pytest.mark.parametrize(("length", "depth", "forward", "backward"), [(12, 8, True, True), (12, 64, True, False), (16, 16, False, False)])
+@pytest.mark.parametrize(
+    ("length", "depth", "forward", "backward"), [(12, 8, True, True), (12, 64, True, False), (16, 16, False, False)]
+)
 def test_graphs_of_their_own(length: int, depth: int, forward: bool, backward: bool) -> None:
     q, k, v, grad = queries(length, depth=depth)
     out, sums = FORWARD(q, k, v, 0.0, True)
@@ -99,7 +106,8 @@ def test_graphs_of_their_own(length: int, depth: int, forward: bool, backward: b
 
 
 def test_padding_masked_by_the_least_number() -> None:
-    """If a query sees only padding, the kernel's backward weighs each key by 1. The gradients are the kernel's, not the softmax's."""
+    """If a query sees only padding, the kernel's backward weighs each key by 1. The gradients are the kernel's, not the
+    softmax's."""
     tensors, mask = queries(5), torch.zeros(1, 1, 5, 5)
     mask[..., 2, :] = torch.finfo(torch.float32).min
 
@@ -138,7 +146,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_a_depth_that_is_open_stays_so(tmp_path: Path) -> None:
     depth = Dim("depth", min=2, max=64)
     example = tuple(torch.randn(2, 2, 8, 8, requires_grad=True) for _ in range(3))
-    path = ab.export_grad(attended, example, wrt=["q", "k", "v"], dynamic_shapes=({3: depth},) * 3, path=tmp_path / "depth.pt2", tune="none")
+    path = ab.export_grad(
+        attended,
+        example,
+        wrt=["q", "k", "v"],
+        dynamic_shapes=({3: depth},) * 3,
+        path=tmp_path / "depth.pt2",
+        tune="none",
+    )
     given = tuple(torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(attended(*given), given)
     torch.testing.assert_close(tuple(load(path).grad()(*given)[1].values()), expected)
@@ -152,12 +167,18 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = (t.view(rows, length, 2, width // 2).transpose(1, 2) for t in self.mixed(x).split(width, dim=2))
-        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width))
+        return self.out(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, width)
+        )
 
 
 def called_kernels(path: Path) -> int:
     package = load(path)
-    return sum(b"flash_attention_for_cpu" in package._archive.library(name).read_bytes() for name in package.manifest.libraries)
+    return sum(
+        b"flash_attention_for_cpu" in package._archive.library(name).read_bytes() for name in package.manifest.libraries
+    )
 
 
 @pytest.mark.parametrize("bound", [16, 4096])
@@ -166,7 +187,9 @@ def test_a_model_with_an_open_number_of_positions(bound: int, tmp_path: Path) ->
     torch.manual_seed(0)
     model, x = Encoder(), torch.randn(3, 6, 16, requires_grad=True)
     rows, positions = Dim("rows", min=1, max=64), Dim("positions", min=2, max=bound)
-    path = ab.export_module(model, (x,), dynamic_shapes=({0: rows, 1: positions},), path=tmp_path / "encoder.pt2", tune="none")
+    path = ab.export_module(
+        model, (x,), dynamic_shapes=({0: rows, 1: positions},), path=tmp_path / "encoder.pt2", tune="none"
+    )
     assert (called_kernels(path) == 0) == (bound == 16)
     loaded = load(path).module()
     for shape in ((3, 6, 16), (2, 2, 16), (5, 16, 16)):
@@ -174,7 +197,9 @@ def test_a_model_with_an_open_number_of_positions(bound: int, tmp_path: Path) ->
         expected, ours = model(x), loaded(x)
         torch.testing.assert_close(ours, expected)
         of_ours = torch.autograd.grad(ours.square().sum(), [x, *loaded.parameters()])
-        torch.testing.assert_close(of_ours, torch.autograd.grad(expected.square().sum(), [x, *model.parameters()]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            of_ours, torch.autograd.grad(expected.square().sum(), [x, *model.parameters()]), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_training_step(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""bfloat16 and float16: compiled code selects the same elements as eager, also for values at an edge (pytorch#185517)."""
+"""bfloat16 and float16: compiled code selects the same elements as eager, also for values at an edge
+(pytorch#185517)."""
 
 from __future__ import annotations
 
@@ -99,7 +100,10 @@ def drawn(dtype: torch.dtype, seed: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def test_fifty_operators_then_a_selection_as_in_eager(tmp_path: Path) -> None:
-    entries = {str(dtype)[6:]: ab.Module(Selections(), [ab.Variant(drawn(dtype, 0, 102_400), requires_grad=[])]) for dtype in DTYPES}
+    entries = {
+        str(dtype)[6:]: ab.Module(Selections(), [ab.Variant(drawn(dtype, 0, 102_400), requires_grad=[])])
+        for dtype in DTYPES
+    }
     package = load(ab.export(tmp_path / "selections.pt2", entries, tune="none"))
     assert len(OPERATORS) >= 50
     for dtype in DTYPES:
@@ -133,7 +137,9 @@ def edges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entries = {}
     for dtype in DTYPES:
         a, b = drawn(dtype, 0, 4, 64)
-        entries[str(dtype)[6:]] = ab.Grad(at_edges, [ab.Variant((a, b, b.sign()), dynamic_shapes=({0: n},) * 3)], wrt=["a", "b"])
+        entries[str(dtype)[6:]] = ab.Grad(
+            at_edges, [ab.Variant((a, b, b.sign()), dynamic_shapes=({0: n},) * 3)], wrt=["a", "b"]
+        )
     return ab.export(tmp_path_factory.mktemp("edges") / "edges.pt2", entries, tune="none")
 
 
@@ -160,7 +166,8 @@ def test_a_rebuilt_package_rounds_the_same_values(edges: Path, tmp_path: Path) -
 
 
 class Kinks(nn.Module):
-    """A layer under autocast, then kinks after operators that round. The gradient of ``shift`` counts the rows on one side of them."""
+    """A layer under autocast, then kinks after operators that round. The gradient of ``shift`` counts the rows on one
+    side of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +191,9 @@ def test_modules_under_autocast_and_steps_in_16_bits(tmp_path: Path) -> None:
     n = Dim("n", min=2)
     entries = {
         "net": ab.Module(net, [ab.Variant((x[:4],), dynamic_shapes=({0: n},))]),
-        "step": ab.Step(half, [ab.Variant((narrow[:4], target[:4]), dynamic_shapes=({0: n},) * 2)], optimizer, loss_fn=summed),
+        "step": ab.Step(
+            half, [ab.Variant((narrow[:4], target[:4]), dynamic_shapes=({0: n},) * 2)], optimizer, loss_fn=summed
+        ),
     }
     package = load(ab.export(tmp_path / "net.pt2", entries, tune="none"))
     loaded = package.module("net")
@@ -212,7 +221,12 @@ def test_expm1_of_small_numbers(tmp_path: Path) -> None:
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second, self.head = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.first, self.norm, self.second, self.head = (
+            nn.Linear(32, 64),
+            nn.LayerNorm(64),
+            nn.Linear(64, 64),
+            nn.Linear(64, 10),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -224,12 +238,18 @@ def test_a_step_under_autocast_where_eager_is_near_float64_by_chance(tmp_path: P
     """With this seed eager's third loss is 3e-5 from float64's, ours 2e-4. Both are rounded in bfloat16."""
     torch.manual_seed(3)
     model, batch = Mixed(), (torch.randn(64, 32), torch.randint(10, (64,)))
-    path = ab.export_step(model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), path=tmp_path / "step.pt2", tune="none")
+    path = ab.export_step(
+        model, batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), path=tmp_path / "step.pt2", tune="none"
+    )
     torch.testing.assert_close(load(path).step()(*batch), model(*batch).detach(), rtol=1e-2, atol=0)
 
 
 def added(x: Tensor, source: Tensor, index: Tensor) -> list[Tensor]:
-    return [x.index_add(0, index, source), x.t().index_add(1, index, source.t(), alpha=2.5), (x * 1).index_add_(0, index, source, alpha=-2)]
+    return [
+        x.index_add(0, index, source),
+        x.t().index_add(1, index, source.t(), alpha=2.5),
+        (x * 1).index_add_(0, index, source, alpha=-2),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -239,7 +259,9 @@ def test_index_add(dtype: torch.dtype, tmp_path: Path) -> None:
     function = load(ab.export_function(added, (x, source, index), path=tmp_path / "added.pt2", tune="none")).function()
     exact = added(x.double(), source.double(), index)
     for ours, t in zip(function(x, source, index), exact, strict=True):
-        assert torch.equal(ours, t.to(dtype)) or float((ours - t).norm()) <= 2 * torch.finfo(dtype).eps * float(t.norm())
+        assert torch.equal(ours, t.to(dtype)) or float((ours - t).norm()) <= 2 * torch.finfo(dtype).eps * float(
+            t.norm()
+        )
         assert ours.dtype == dtype
 
 
@@ -248,7 +270,10 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(8, 24, 1, bias=False), nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False)
+        self.first, self.second = (
+            nn.Conv2d(8, 24, 1, bias=False),
+            nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False),
+        )
         self.norm, self.last = nn.BatchNorm2d(24), nn.BatchNorm2d(24)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -275,7 +300,12 @@ def test_no_value_is_rounded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lowering, "_lowered", collected)
     factor = random.Random().uniform(1, 2)  # another each time, so that the library is not in the cache
     x = torch.randn(64, 40).bfloat16().requires_grad_()
-    ab.export_grad(lambda x: F.relu6((x * factor).sin() + x.amax(1, True)).float().sum(), (x,), path=tmp_path / "grad.pt2", tune="none")
+    ab.export_grad(
+        lambda x: F.relu6((x * factor).sin() + x.amax(1, True)).float().sum(),
+        (x,),
+        path=tmp_path / "grad.pt2",
+        tune="none",
+    )
     assert kernels
     narrowed = 0
     for kernel in kernels:
@@ -293,7 +323,9 @@ def test_no_value_is_rounded_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_gradient_of_a_padding_is_a_slice(memory_format: torch.memory_format) -> None:
     x = torch.randn(2, 3, 6, 5).to(memory_format=memory_format)
     for pad in ([0, -1, -2, 0], [-1, -1], [0, 1, -1, 0]):
-        graph = torch_api.make_fx(functools.partial(torch.constant_pad_nd, pad=pad), decomposition_table=decompositions())(x)
+        graph = torch_api.make_fx(
+            functools.partial(torch.constant_pad_nd, pad=pad), decomposition_table=decompositions()
+        )(x)
         assert ("constant_pad_nd" in graph.code) == (max(pad) > 0)
         expected, ours = torch.constant_pad_nd(x, pad), graph(x)
         assert torch.equal(ours, expected) and ours.stride() == expected.stride()

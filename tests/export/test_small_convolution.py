@@ -81,11 +81,14 @@ def test_products_give_what_the_kernel_gives(case: str, bias: bool) -> None:
     graph = rewritten(function, *given)
     assert kernels(graph) == 0
     batched = [node.args[0].meta["val"] for node in graph.graph.nodes if node.target is torch.ops.aten.bmm.default]
-    assert all(rows.shape[1] > 1 for rows in batched)  # Inductor lowers a product by one row to a loop that is slower than the kernel
+    # Inductor lowers a product by one row to a loop that is slower than the kernel
+    assert all(rows.shape[1] > 1 for rows in batched)
     same(graph(*given), function(*given))
 
 
-@pytest.mark.parametrize("mask", [[False, True, True], [True, False, False], [False, True, False], [False, False, True]])
+@pytest.mark.parametrize(
+    "mask", [[False, True, True], [True, False, False], [False, True, False], [False, False, True]]
+)
 def test_gradients_that_are_asked_for(mask: list[bool]) -> None:
     given = (drawn(2, 4, 6, 6), drawn(2, 3, 6, 6), drawn(4, 3, 3, 3))
 
@@ -154,7 +157,8 @@ def test_rows_that_depend_on_data_are_left_to_the_kernels(tmp_path: Path) -> Non
 
 
 class Net(nn.Module):
-    """Two convolutions whose weights the backward reads, and one whose weight it does not read: nothing before it is trained."""
+    """Two convolutions whose weights the backward reads, and one whose weight it does not read: nothing before it is
+    trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +173,9 @@ class Net(nn.Module):
 def test_a_package(tmp_path: Path, trained: bool) -> None:
     torch.manual_seed(0)
     net = Net()
-    path = ab.export_module(net, (drawn(4, 2, 8, 9).requires_grad_(trained),), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / "net.pt2")
+    path = ab.export_module(
+        net, (drawn(4, 2, 8, 9).requires_grad_(trained),), dynamic_shapes=({0: Dim("rows")},), path=tmp_path / "net.pt2"
+    )
     for rows in (1, 4, 9):
         x = drawn(rows, 2, 8, 9).requires_grad_(trained)
         assert_same(run(load(path).module(), (x,), 1), run(net, (x,), 1))
@@ -182,11 +188,17 @@ def test_a_package(tmp_path: Path, trained: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated")  # from torch.export
-@pytest.mark.parametrize(("rows", "most", "chooses", "left"), [(2, 18, 0, 0), (2, 19, 1, 0), (18, None, 1, 0), (19, None, 0, 1)])
-def test_an_open_batch_is_settled_by_its_range_and_the_example_or_else_by_the_call(rows: int, most: int | None, chooses: int, left: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "most", "chooses", "left"), [(2, 18, 0, 0), (2, 19, 1, 0), (18, None, 1, 0), (19, None, 0, 1)]
+)
+def test_an_open_batch_is_settled_by_its_range_and_the_example_or_else_by_the_call(
+    rows: int, most: int | None, chooses: int, left: int
+) -> None:
     """16 channels of 10 by 10: 18 rows are little data, 19 are not."""
     dim = Dim("rows", max=most) if most else Dim("rows")
-    program = torch.export.export(nn.Conv2d(16, 4, 3, padding=1), (drawn(rows, 16, 10, 10),), dynamic_shapes=({0: dim},)).run_decompositions()
+    program = torch.export.export(
+        nn.Conv2d(16, 4, 3, padding=1), (drawn(rows, 16, 10, 10),), dynamic_shapes=({0: dim},)
+    ).run_decompositions()
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     for _ in range(2):  # the branch for many rows does not change again
         rewrite(program.graph_module, values[0].fake_mode)
@@ -211,7 +223,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     torch.manual_seed(0)
     net = Small()
     x = drawn(4, 3, 14, 14).requires_grad_()
-    return net, ab.export_module(net, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path_factory.mktemp("small") / "small.pt2")
+    return net, ab.export_module(
+        net, (x,), dynamic_shapes=({0: Dim("rows")},), path=tmp_path_factory.mktemp("small") / "small.pt2"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end")  # torch 2.11

@@ -42,16 +42,23 @@ def imported(package: Path, folder: Path) -> set[str]:
     """Return the names of the functions that the package's libraries import."""
     with zipfile.ZipFile(package) as archive:
         libraries = [archive.extract(name, folder) for name in archive.namelist() if name.endswith(".so")]
-    listed = [subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True).stdout for path in libraries]
+    listed = [
+        subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True).stdout
+        for path in libraries
+    ]
     return {line.split()[-1].partition("@")[0] for text in listed for line in text.splitlines()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("program", [envelope, expanded, looked_up, rotary])
-def test_functions_of_rows_are_computed_in_vectors(program: Callable[..., Tensor], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_functions_of_rows_are_computed_in_vectors(
+    program: Callable[..., Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     examples = torch.rand(40, dtype=dtype), torch.randn(1, 128, dtype=dtype)
-    path = ab.export_grad(program, examples, wrt=["r", "weight"], dynamic_shapes=({0: ROWS}, None), path=tmp_path / "f.pt2", tune="none")
+    path = ab.export_grad(
+        program, examples, wrt=["r", "weight"], dynamic_shapes=({0: ROWS}, None), path=tmp_path / "f.pt2", tune="none"
+    )
     for rows in (2, 3, 40, 1000):
         r, weight = torch.rand(rows, dtype=dtype) * 3, examples[1]
         value, gradients = load(path).grad()(r, weight)

@@ -1,4 +1,5 @@
-"""``tanh`` in compiled code is about as exact as the library function that it replaces, in every place that models use it."""
+"""``tanh`` in compiled code is about as exact as the library function that it replaces, in every place that models use
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,24 @@ from torch.nn import functional
 import aot_backward as ab
 from aot_backward_runtime import load
 
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 0.7, -0.7, 9.0, 9.1, -30.0, 44.3, 88.8, 3e38, float("inf"), float("-inf"), float("nan")]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1e-38,
+    0.7,
+    -0.7,
+    9.0,
+    9.1,
+    -30.0,
+    44.3,
+    88.8,
+    3e38,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
 
 
 def weighed(x: Tensor, weight: Tensor) -> Tensor:
@@ -26,11 +44,16 @@ def weighed(x: Tensor, weight: Tensor) -> Tensor:
 def all_over(dtype: torch.dtype) -> Tensor:
     dense = torch.linspace(-9.5, 9.5, 1_000_003)
     near_the_change = torch.linspace(0.69, 0.71, 100_003)
-    return torch.cat([dense, near_the_change, -near_the_change, torch.logspace(-40, 1, 100_003), torch.tensor(SPECIAL)]).to(dtype)
+    return torch.cat(
+        [dense, near_the_change, -near_the_change, torch.logspace(-40, 1, 100_003), torch.tensor(SPECIAL)]
+    ).to(dtype)
 
 
 def calls_tanh(package: Any) -> bool:
-    return any(re.search(rb"Sleef_tanh|\0tanhf\0", package._archive.library(name).read_bytes()) for name in package.manifest.libraries)
+    return any(
+        re.search(rb"Sleef_tanh|\0tanhf\0", package._archive.library(name).read_bytes())
+        for name in package.manifest.libraries
+    )
 
 
 def units_apart(one: Tensor, exact: Tensor) -> float:
@@ -44,7 +67,11 @@ def units_apart(one: Tensor, exact: Tensor) -> float:
 def test_units_in_the_last_place(dtype: torch.dtype, units: float, tmp_path: Path) -> None:
     example = torch.randn(40, dtype=dtype, requires_grad=True), torch.randn(40, dtype=dtype, requires_grad=True)
     length = {0: Dim("length", min=2)}
-    package = load(ab.export_grad(weighed, example, wrt=["x", "weight"], dynamic_shapes=(length, length), path=tmp_path / "tanh.pt2"))
+    package = load(
+        ab.export_grad(
+            weighed, example, wrt=["x", "weight"], dynamic_shapes=(length, length), path=tmp_path / "tanh.pt2"
+        )
+    )
     assert not calls_tanh(package)
     x = all_over(dtype).requires_grad_()
     weight = torch.ones_like(x, requires_grad=True)
@@ -65,7 +92,9 @@ def test_double_precision_stays(tmp_path: Path) -> None:
     example = torch.randn(40).double().requires_grad_(), torch.randn(40).double().requires_grad_()
     package = load(ab.export_grad(weighed, example, wrt=["weight"], path=tmp_path / "tanh.pt2"))
     assert calls_tanh(package)
-    torch.testing.assert_close(package.grad()(*example)[1]["weight"], torch.tanh(example[0].detach()), rtol=1e-15, atol=0)
+    torch.testing.assert_close(
+        package.grad()(*example)[1]["weight"], torch.tanh(example[0].detach()), rtol=1e-15, atol=0
+    )
 
 
 class Gates(nn.Module):

@@ -82,7 +82,9 @@ def slow(graph: GraphModule) -> None:
         for _ in range(60):
             value = graph.graph.call_function(aten.mm.default, (value, x))
             value.meta = {"val": x.meta["val"]}
-        nothing = graph.graph.call_function(aten.mul.Tensor, (graph.graph.call_function(aten.sum.default, (value,)), 0.0))
+        nothing = graph.graph.call_function(
+            aten.mul.Tensor, (graph.graph.call_function(aten.sum.default, (value,)), 0.0)
+        )
         nothing.args[0].meta = nothing.meta = {"val": x.meta["val"].new_empty(())}
         added = graph.graph.call_function(aten.add.Tensor, (result, nothing))
         added.meta = dict(result.meta)
@@ -107,7 +109,11 @@ def try_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("spoil", "spoilt"), [(slow, "default"), (slow, "min_cut"), (wrong, "default")])
 def test_a_candidate_that_is_slow_or_wrong_is_not_shipped(
-    spoil: Callable[[GraphModule], None], spoilt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spoil: Callable[[GraphModule], None],
+    spoilt: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     net, x = made()
     state = {n: t.clone() for n, t in net.state_dict().items()}
@@ -125,7 +131,9 @@ def test_a_candidate_that_is_slow_or_wrong_is_not_shipped(
     assert capsys.readouterr().out.count("called") < 60  # timed calls print nothing
 
 
-def test_nothing_of_a_candidate_that_is_not_shipped_is_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_candidate_that_is_not_shipped_is_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, x = made()
     one = ab.export(tmp_path / "one.pt2", {"net": ab.Module(net, [ab.Variant((x,))])}, tune="none")
     monkeypatch.setattr(partition, "split_module", spoiling("default", slow))
@@ -147,8 +155,13 @@ def test_what_is_slower_than_eager_is_said_by_name_and_figure(
     found = measured(path)
     assert found.chosen == "default" and found.ratios[0] > 1 and found.tune == "quick"
     ours, eager = found.timings[1].microseconds[0], found.timings[0].microseconds[0]
-    assert said.startswith("net is slower than eager") and f"{ours:,.1f} µs, eager {eager:,.1f} µs ({found.ratios[0]:.2f} times)" in said
-    assert found.slow and all(line in said for line in found.slow) and any(line.startswith("mm ") for line in found.slow)
+    assert (
+        said.startswith("net is slower than eager")
+        and f"{ours:,.1f} µs, eager {eager:,.1f} µs ({found.ratios[0]:.2f} times)" in said
+    )
+    assert (
+        found.slow and all(line in said for line in found.slow) and any(line.startswith("mm ") for line in found.slow)
+    )
     shown = aot_backward("inspect", path).stdout
     assert f"default {ours:,.1f} µs ({found.ratios[0]:.2f} of eager's time)" in shown and found.slow[0] in shown
 
@@ -160,10 +173,15 @@ def everything() -> Path:
         net, x = made()
         rows = Dim("rows", min=2, max=4096)
         entries = {
-            "net": ab.Module(net, [ab.Variant((x[:8],), dynamic_shapes=({0: rows},)), ab.Variant((x[:5],), mode="eval")]),
+            "net": ab.Module(
+                net, [ab.Variant((x[:8],), dynamic_shapes=({0: rows},)), ab.Variant((x[:5],), mode="eval")]
+            ),
             "grad": ab.Grad(lambda x, y: ((x @ y).tanh() ** 2).sum(), [ab.Variant((x, x.t().contiguous()))]),
             "step": ab.Step(
-                net, [ab.Variant((x[:6], torch.arange(6) % 3))], torch.optim.SGD(net.parameters(), momentum=0.5), loss_fn=nn.CrossEntropyLoss()
+                net,
+                [ab.Variant((x[:6], torch.arange(6) % 3))],
+                torch.optim.SGD(net.parameters(), momentum=0.5),
+                loss_fn=nn.CrossEntropyLoss(),
             ),
         }
         before = {n: t.clone() for n, t in net.state_dict().items()}
@@ -180,7 +198,13 @@ def test_every_entry_is_timed_beside_eager() -> None:
     path = everything()
     dynamic, alone = speeds(path)
     for found in (dynamic, alone, measured(path, "grad"), measured(path, "step")):
-        assert found is not None and found.target == "cpu:avx2" and found.torch == torch.__version__ and found.threads >= 1 and found.processor
+        assert (
+            found is not None
+            and found.target == "cpu:avx2"
+            and found.torch == torch.__version__
+            and found.threads >= 1
+            and found.processor
+        )
         assert found.timings[0].name == "eager" and found.timings[0].saved == -1
         assert all(0 < t < 60e6 for timing in found.timings for t in timing.microseconds)
     assert dynamic is not None and alone is not None
@@ -196,7 +220,9 @@ def test_what_was_measured_is_shown() -> None:
     assert line in aot_backward("inspect", path).stdout
     said = json.loads(aot_backward("inspect", path, "--json").stdout)
     timings = said["entries"]["net"]["variants"][0]["speed"]["timings"]
-    assert [t["name"] for t in timings] == ["eager", "default"] and timings[1]["microseconds"] == list(dynamic.timings[1].microseconds)
+    assert [t["name"] for t in timings] == ["eager", "default"] and timings[1]["microseconds"] == list(
+        dynamic.timings[1].microseconds
+    )
     page = path.with_suffix(".html")
     aot_backward("inspect", path, "--html", page)
     assert line in page.read_text()
@@ -229,7 +255,11 @@ def test_a_program_that_fails_at_a_larger_size_is_timed_at_its_own(tmp_path: Pat
         return (x.tanh() ** 2).sum()
 
     rows = Dim("rows", min=2, max=64)
-    path = ab.export(tmp_path / "f.pt2", {"f": ab.Grad(small, [ab.Variant((torch.ones(4, 2),), dynamic_shapes=({0: rows},))])}, tune="quick")
+    path = ab.export(
+        tmp_path / "f.pt2",
+        {"f": ab.Grad(small, [ab.Variant((torch.ones(4, 2),), dynamic_shapes=({0: rows},))])},
+        tune="quick",
+    )
     assert measured(path, "f").sizes == ("rows=4",)
 
 

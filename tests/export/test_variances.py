@@ -40,7 +40,15 @@ def test_layers_are_eagers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Normalised()
     x = torch.randn(6, 3, 8, 8).requires_grad_()
-    package = load(ab.export_module(model, (x,), dynamic_shapes={"x": {0: Dim("rows", min=2, max=600)}}, path=tmp_path / "norms.pt2", tune="none"))
+    package = load(
+        ab.export_module(
+            model,
+            (x,),
+            dynamic_shapes={"x": {0: Dim("rows", min=2, max=600)}},
+            path=tmp_path / "norms.pt2",
+            tune="none",
+        )
+    )
     for rows in (6, 3, 33, 300):
         exported, given = package.module(), (torch.randn(rows, 3, 8, 8, generator=RANDOM) * 3 + 20).requires_grad_()
         exported.load_state_dict(model.state_dict())
@@ -49,7 +57,9 @@ def test_layers_are_eagers(tmp_path: Path) -> None:
         torch.testing.assert_close(dict(exported.named_buffers()), dict(model.named_buffers()))
         weights = torch.randn(expected.shape, generator=RANDOM)
         of_ours = torch.autograd.grad((ours * weights).sum(), [given, *exported.parameters()])
-        for one, eager in zip(of_ours, torch.autograd.grad((expected * weights).sum(), [given, *model.parameters()]), strict=True):
+        for one, eager in zip(
+            of_ours, torch.autograd.grad((expected * weights).sum(), [given, *model.parameters()]), strict=True
+        ):
             torch.testing.assert_close(one, eager, rtol=1e-3, atol=1e-3 * max(1.0, float(eager.abs().max())))
 
 
@@ -61,7 +71,11 @@ def test_far_from_zero_as_exact_as_eager(tmp_path: Path) -> None:
 
     example = torch.randn(40, 30), torch.randn(40, requires_grad=True)
     shapes = ({0: (rows := Dim("rows", min=2)), 1: Dim("columns", min=2)}, {0: rows})
-    grad = load(ab.export_grad(spread, example, wrt=["weight"], dynamic_shapes=shapes, path=tmp_path / "spread.pt2", tune="none")).grad()
+    grad = load(
+        ab.export_grad(
+            spread, example, wrt=["weight"], dynamic_shapes=shapes, path=tmp_path / "spread.pt2", tune="none"
+        )
+    ).grad()
     for columns in (2, 30, 1_025, 100_003):
         x = torch.randn(3, columns, generator=RANDOM) + 1_000
         ours, exact = grad(x, torch.ones(3, requires_grad=True))[1]["weight"].double(), x.double().var(1)

@@ -22,14 +22,20 @@ from .test_short_attention import BACKWARD, FORWARD, heads, masked
 BF16, F16 = torch.bfloat16, torch.float16
 
 
-def forward_and_backward(tensors: list[Tensor], causal: bool, mask: Tensor | None, scale: float | None) -> tuple[Tensor, ...]:
+def forward_and_backward(
+    tensors: list[Tensor], causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, ...]:
     q, k, v, grad = tensors
     out, sums = FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return (out, sums, *BACKWARD(grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def in_16_bits(graph: torch.fx.GraphModule) -> list[Any]:
-    return [n.target for n in graph.graph.nodes if n.target in (FORWARD, BACKWARD) and n.args[1].meta["val"].dtype in (BF16, F16)]
+    return [
+        n.target
+        for n in graph.graph.nodes
+        if n.target in (FORWARD, BACKWARD) and n.args[1].meta["val"].dtype in (BF16, F16)
+    ]
 
 
 CASES: dict[str, tuple[tuple[int, int, int], bool, Tensor | None, float | None]] = {  # queries, keys, depth
@@ -69,7 +75,9 @@ def test_a_long_backward_in_bfloat16_stays(length: int, depth: int, gains: bool)
     for dtype in (BF16, F16):
         q, k, v, grad = (heads(length, rows=1, count=1, depth=depth, dtype=dtype) for _ in range(4))
         out, sums = FORWARD(q, k, v)
-        graph = torch_api.make_fx(lambda *given: BACKWARD(*given, 0.0, False), tracing_mode="fake")(grad, q, k, v, out, sums)
+        graph = torch_api.make_fx(lambda *given: BACKWARD(*given, 0.0, False), tracing_mode="fake")(
+            grad, q, k, v, out, sums
+        )
         rewriting.rewritten(graph, in_float32)
         assert in_16_bits(graph) == ([] if gains or dtype is F16 else [BACKWARD])
 
@@ -83,7 +91,11 @@ class Encoder(nn.Module):
         with torch.autocast("cpu", self.dtype):
             rows, length, width = x.shape
             q, k, v = (t.view(rows, length, 2, width // 2).transpose(1, 2) for t in self.mixed(x).split(width, dim=2))
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
+            mixed = (
+                functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                .transpose(1, 2)
+                .reshape(rows, length, width)
+            )
             return functional.cross_entropy(self.out(mixed).flatten(0, 1), y.flatten())
 
 
@@ -92,12 +104,16 @@ def test_autocast_with_an_open_number_of_positions(dtype: torch.dtype, tmp_path:
     torch.manual_seed(0)
     model, x, y = Encoder(dtype), torch.randn(3, 40, 32), torch.randint(4, (3, 40))
     positions = torch.export.Dim("positions", min=2, max=512)
-    path = ab.export_grad(model, (x, y), dynamic_shapes=({1: positions}, {1: positions}), path=tmp_path / "grad.pt2", tune="none")
+    path = ab.export_grad(
+        model, (x, y), dynamic_shapes=({1: positions}, {1: positions}), path=tmp_path / "grad.pt2", tune="none"
+    )
     grad = load(path).grad()
     for length in (40, 3, 300):
         x, y = torch.randn(3, length, 32), torch.randint(4, (3, length))
         loss = model(x, y)
-        expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+        expected = dict(
+            zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True)
+        )
         ours, gradients = grad(x, y)
         torch.testing.assert_close(ours, loss.detach(), rtol=2e-2, atol=0)
         for name, gradient in expected.items():

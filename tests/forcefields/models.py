@@ -25,7 +25,8 @@ def load_example(name: str) -> dict[str, Any]:
 
 
 def system(atoms: int, box: float, cutoff: float, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return the inputs of a force field in float64: random atoms of three species in a periodic box, none closer than 0.9."""
+    """Return the inputs of a force field in float64: random atoms of three species in a periodic box, none closer than
+    0.9."""
     rng, positions = np.random.default_rng(seed), list[Any]()
     while len(positions) < atoms:
         place = rng.uniform(0, box, 3)
@@ -36,7 +37,13 @@ def system(atoms: int, box: float, cutoff: float, seed: int) -> tuple[torch.Tens
     own = torch.ones(atoms, dtype=torch.float64)
     own[-1] = 0
     species = torch.from_numpy(rng.integers(0, 3, atoms))
-    rest = torch.from_numpy(src), torch.from_numpy(dst), torch.from_numpy(images * box), torch.zeros(3, 3, dtype=torch.float64), own
+    rest = (
+        torch.from_numpy(src),
+        torch.from_numpy(dst),
+        torch.from_numpy(images * box),
+        torch.zeros(3, 3, dtype=torch.float64),
+        own,
+    )
     return torch.from_numpy(np.array(positions)), species, *rest
 
 

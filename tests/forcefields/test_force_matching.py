@@ -1,4 +1,5 @@
-"""examples/forcefields/force_matching.py: training by energies and forces equals eager training, in both runtimes, over batches of other sizes."""
+"""examples/forcefields/force_matching.py: training by energies and forces equals eager training, in both runtimes, over
+batches of other sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def example() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def package(example: dict[str, Any]) -> Path:
-    return shared("force-matching", lambda path: ab.export(path, example["entries"](torch.float64), runtime="standalone"))
+    return shared(
+        "force-matching", lambda path: ab.export(path, example["entries"](torch.float64), runtime="standalone")
+    )
 
 
 def batches() -> list[tuple[np.ndarray[Any, Any], ...]]:
@@ -39,7 +42,9 @@ def batches() -> list[tuple[np.ndarray[Any, Any], ...]]:
     return [batch(1 + i % 5, i, np.float64) for i in range(BATCHES)]
 
 
-def eager_training(example: dict[str, Any]) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def eager_training(
+    example: dict[str, Any],
+) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return losses, gradient norms, trained parameters and their averages."""
     module = example["matching"](torch.float64)
     optimizer = example["optimizer_of"](module)
@@ -62,7 +67,12 @@ def test_thirty_batches_equal_eager(package: Path, example: dict[str, Any]) -> N
     step = load(package).step()
     found = [step(*map(torch.from_numpy, b)).item() for b in batches()]
     assert found == pytest.approx(losses, rel=1e-9)
-    torch.testing.assert_close({n: p.detach() for n, p in step.parameters.items()}, {n: p.detach() for n, p in parameters.items()}, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        {n: p.detach() for n, p in step.parameters.items()},
+        {n: p.detach() for n, p in parameters.items()},
+        rtol=0,
+        atol=1e-9,
+    )
     torch.testing.assert_close(dict(step.averages), {n: p.detach() for n, p in averages.items()}, rtol=0, atol=1e-9)
 
 
@@ -74,7 +84,12 @@ def test_the_same_without_pytorch(package: Path, example: dict[str, Any], tmp_pa
     native.save(tmp_path / "native.state")
     step = load(package).step()
     step.resume(tmp_path / "native.state")
-    torch.testing.assert_close({n: p.detach() for n, p in step.parameters.items()}, {n: p.detach() for n, p in parameters.items()}, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        {n: p.detach() for n, p in step.parameters.items()},
+        {n: p.detach() for n, p in parameters.items()},
+        rtol=0,
+        atol=1e-9,
+    )
     torch.testing.assert_close(dict(step.averages), {n: p.detach() for n, p in averages.items()}, rtol=0, atol=1e-9)
     for name, average in averages.items():
         np.testing.assert_array_equal(native.parameters[f"ema.{name}"], step.averages[name])
@@ -92,9 +107,12 @@ def test_the_truth_is_a_potential() -> None:
 
 
 def test_the_example_learns(tmp_path: Path) -> None:
-    """Export and train by the two commands of the example. The second asserts that the loss falls, and that PyTorch was not imported."""
+    """Export and train by the two commands of the example. The second asserts that the loss falls, and that PyTorch was
+    not imported."""
     pytest.importorskip("aot_backward_native")
     for argv in (["force_matching.py", "fit.pt2"], ["force_matching_train.py", "fit.pt2", "trained.safetensors"]):
-        done = subprocess.run([sys.executable, EXAMPLES / argv[0], *argv[1:]], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / argv[0], *argv[1:]], cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.endswith(f"wrote {argv[-1]}\n")

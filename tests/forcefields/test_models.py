@@ -1,4 +1,5 @@
-"""examples/forcefields: public models with random weights. Their compiled forces are as exact as eager's, in both runtimes, at other sizes.
+"""examples/forcefields: public models with random weights. Their compiled forces are as exact as eager's, in both
+runtimes, at other sizes.
 
 Each test needs the model's library, which CI does not install.
 """
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
 def example(name: str, *libraries: str) -> dict[str, Any]:
     for library in ("ase", *libraries):
-        if importlib.util.find_spec(library) is None:  # some libraries can be imported only after what the example prepares
+        # Some libraries can be imported only after what the example prepares
+        if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
     return load_example(name)
 
@@ -46,7 +48,10 @@ def check(made: dict[str, Any], path: Path, *kind: str) -> None:
         found = errors({"energies": aux["energies"].double(), **{n: g.double() for n, g in gradients.items()}}, exact)
         assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
         (_, aux), gradients = native(*(t.numpy() for t in low))
-        found = errors({n: torch.from_numpy(np.array(t)).double() for n, t in {"energies": aux["energies"], **gradients}.items()}, exact)
+        found = errors(
+            {n: torch.from_numpy(np.array(t)).double() for n, t in {"energies": aux["energies"], **gradients}.items()},
+            exact,
+        )
         assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
 
 
@@ -90,5 +95,11 @@ def test_ani(tmp_path: Path) -> None:
         found = errors({"energy": energy.double(), "positions": gradient.double()}, exact)
         assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)
         energy, gradient = native(*arguments)
-        found = errors({"energy": torch.tensor(float(energy)).double(), "positions": torch.from_numpy(np.array(gradient)).double()}, exact)
+        found = errors(
+            {
+                "energy": torch.tensor(float(energy)).double(),
+                "positions": torch.from_numpy(np.array(gradient)).double(),
+            },
+            exact,
+        )
         assert all(found[n] <= a for n, a in allowed.items()), (atoms, found, allowed)

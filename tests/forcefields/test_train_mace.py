@@ -1,4 +1,5 @@
-"""examples/forcefields/train_mace.py: a MACE model trained by the compiled step equals one trained in eager, over batches of other sizes.
+"""examples/forcefields/train_mace.py: a MACE model trained by the compiled step equals one trained in eager, over
+batches of other sizes.
 
 The test needs the model's library, which CI does not install.
 """
@@ -58,10 +59,14 @@ def test_a_training_equals_eagers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     matching = made["Matching"](made["Energies"](made["without_torchscript"](model)))
     arrays = [made["arrays_of"](atoms, model.atomic_numbers.tolist(), float(model.r_max)) for atoms in data]
     batches = [made["batch"](arrays[i : i + 1 + i % 3], torch.float64) for i in range(len(data))]
-    assert len({len(b[0]) for b in batches}) > 3 and any(0 < (b[9] > 0).sum() < len(b[9]) for b in batches)  # some without a stress
+    # Some without a stress
+    assert len({len(b[0]) for b in batches}) > 3 and any(0 < (b[9] > 0).sum() < len(b[9]) for b in batches)
 
     eager = copy.deepcopy(matching)
-    optimizer, averaged = made["optimizer_of"](eager, 1e-2), AveragedModel(eager, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    optimizer, averaged = (
+        made["optimizer_of"](eager, 1e-2),
+        AveragedModel(eager, multi_avg_fn=get_ema_multi_avg_fn(0.99)),
+    )
     losses = []
     for arguments in batches:
         optimizer.zero_grad()
@@ -75,7 +80,9 @@ def test_a_training_equals_eagers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ab.export(tmp_path / "step.pt2", {"fit": made["entry"](matching, batches[1], 1e-2)}, tune="none")
     step = load(tmp_path / "step.pt2").step()
     assert [step(*arguments).item() for arguments in batches] == pytest.approx(losses, rel=1e-8)
-    torch.testing.assert_close(dict(step.averages), {n: p.detach() for n, p in averaged.module.named_parameters()}, rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        dict(step.averages), {n: p.detach() for n, p in averaged.module.named_parameters()}, rtol=0, atol=1e-8
+    )
 
 
 def test_the_loss_is_of_eagers_energies_forces_and_stresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +94,11 @@ def test_the_loss_is_of_eagers_energies_forces_and_stresses(monkeypatch: pytest.
     potential = made["Energies"](made["without_torchscript"](model))
 
     def arguments_of(structure: Any) -> list[torch.Tensor]:
-        return list(made["batch"]([made["arrays_of"](structure, model.atomic_numbers.tolist(), float(model.r_max))], torch.float64))
+        return list(
+            made["batch"](
+                [made["arrays_of"](structure, model.atomic_numbers.tolist(), float(model.r_max))], torch.float64
+            )
+        )
 
     def energy(strain: np.ndarray[Any, Any]) -> float:
         strained = atoms.copy()
@@ -154,7 +165,9 @@ def test_a_head_is_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch
     plain = made["without_torchscript"](model)
     atoms.calc.results = {"energy": 0.0, "forces": np.zeros((2, 3))}
     arguments = made["batch"]([made["arrays_of"](atoms, [1, 6, 8], 5.0)], torch.float64)[:5]
-    assert [made["Energies"](plain, head)(*arguments).sum().item() for head in ("pt_head", "Default")] == pytest.approx(energies)
+    assert [made["Energies"](plain, head)(*arguments).sum().item() for head in ("pt_head", "Default")] == pytest.approx(
+        energies
+    )
     for head in (None, "default"):
         with pytest.raises(ValueError, match=f"head: expected one of pt_head, Default, got {head}"):
             made["Energies"](plain, head)
@@ -177,7 +190,9 @@ def test_what_a_file_may_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert read[0][8] > 0 == read[1][8]  # only one has a volume
     bare = molecule.copy()
     write(tmp_path / "bare.xyz", [molecule, bare])
-    with pytest.raises(ValueError, match=r"bare\.xyz, structure 2: expected energy and forces, got no energy and no forces"):
+    with pytest.raises(
+        ValueError, match=r"bare\.xyz, structure 2: expected energy and forces, got no energy and no forces"
+    ):
         made["read"](str(tmp_path / "bare.xyz"), model)
     other = Atoms("HF", [[0, 0, 0], [0, 0, 1]])
     other.calc = type(molecule.calc)(other, energy=0.0, forces=np.zeros((2, 3)))
@@ -191,7 +206,9 @@ def test_frozen_parameters_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made["random_model"](torch.float64)
     for parameter in model.node_embedding.parameters():
         parameter.requires_grad_(False)
-    frozen = {name for name, parameter in made["without_torchscript"](model).named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in made["without_torchscript"](model).named_parameters() if not parameter.requires_grad
+    }
     assert frozen == {f"node_embedding.{name}" for name, _ in model.node_embedding.named_parameters()} != set()
 
 
@@ -201,12 +218,19 @@ def test_frozen_parameters_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         (["data.xyz", "trained.model", "--batch", "0"], "argument --batch: invalid positive value: '0'"),
         (["data.xyz", "trained.model", "--epochs", "-1"], "argument --epochs: invalid positive value: '-1'"),
         (["data.xyz", "."], ".: expected the path of a file in a folder that exists"),
-        (["data.xyz", "missing/trained.model"], "missing/trained.model: expected the path of a file in a folder that exists"),
+        (
+            ["data.xyz", "missing/trained.model"],
+            "missing/trained.model: expected the path of a file in a folder that exists",
+        ),
         (["data.xyz", "trained.model"], "No such file or directory: 'data.xyz'"),
     ],
 )
 def test_wrong_arguments_are_named_before_exporting(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     made = example(monkeypatch)
     monkeypatch.chdir(tmp_path)

@@ -31,7 +31,9 @@ class Potential(nn.Module):
         self.updates = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(2))
         self.read = nn.Linear(width, 1)
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         r = (positions[dst] - positions[src] + shift).square().sum(1).sqrt()
         fade = torch.cos(r * (torch.pi / CUTOFF)) + 1  # grows again beyond the cutoff: no adapter may pass such an edge
         radial = torch.exp(-8 * (r[:, None] - self.centers).square())
@@ -55,11 +57,13 @@ def crystal(side: int = 3, spacing: float = 1.6, seed: int = 0) -> Atoms:
 
 
 def package() -> Path:
-    """Return a package with the model in float64 ("double") and float32 ("single"), without metadata ("bare") and in other units ("units")."""
+    """Return a package with the model in float64 ("double") and float32 ("single"), without metadata ("bare") and in
+    other units ("units")."""
 
     def make(path: Path) -> None:
         double, single = (
-            ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2) for dtype in (torch.float64, torch.float32)
+            ab.forcefield(model(dtype), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2)
+            for dtype in (torch.float64, torch.float32)
         )
         units = dict(double.metadata or {}) | {"energy": "kcal/mol", "length": "Bohr"}
         entries = {"double": double, "single": single, "bare": dataclasses.replace(double, metadata=None)}
@@ -71,7 +75,10 @@ def package() -> Path:
 def other_package() -> Path:
     """Return a package with another model's sole entry."""
     return shared(
-        "potential-other", lambda path: ab.export(path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2)})
+        "potential-other",
+        lambda path: ab.export(
+            path, {"double": ab.forcefield(model(seed=1), crystal(), cutoff=CUTOFF, species=SPECIES, layers=2)}
+        ),
     )
 
 

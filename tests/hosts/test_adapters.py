@@ -1,4 +1,5 @@
-"""Each adapter of ``aot_backward_native`` imports its own engine, is short, and the package itself needs none of them."""
+"""Each adapter of ``aot_backward_native`` imports its own engine, is short, and the package itself needs none of
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MAY_IMPORT = {
 
 
 def imported(source: str) -> set[str]:
-    """Return the top-level names of the modules that ``source`` imports, except the standard library and the package itself."""
+    """Return the top-level names of the modules that ``source`` imports, except the standard library and the package
+    itself."""
     out = set[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -38,4 +40,8 @@ def test_each_adapter_imports_its_own_engine_only() -> None:
 
 
 def test_adapters_are_short() -> None:
-    assert {name: lines for name in ("ase", "openmm", "casadi") if (lines := len((FOLDER / f"{name}.py").read_text().splitlines())) > 150} == {}
+    assert {
+        name: lines
+        for name in ("ase", "openmm", "casadi")
+        if (lines := len((FOLDER / f"{name}.py").read_text().splitlines())) > 150
+    } == {}

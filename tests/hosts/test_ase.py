@@ -76,7 +76,9 @@ def test_numerical_differences_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = STRUCTURES["cluster"]
     assert calculator.check(cluster).keys() == {"forces"} and cluster.calc is None
     computed = ForceField.__call__
-    monkeypatch.setattr(ForceField, "__call__", lambda *args: dataclasses.replace(computed(*args), forces=0 * args[1], virial=np.eye(3)))
+    monkeypatch.setattr(
+        ForceField, "__call__", lambda *args: dataclasses.replace(computed(*args), forces=0 * args[1], virial=np.eye(3))
+    )
     assert min(calculator.check(triclinic()).values()) > 1e-3  # the check can fail
 
 
@@ -118,7 +120,9 @@ def test_a_committee_gives_mean_and_spread() -> None:
     one, two = (c.get_property("forces", atoms) for c in members)
     atoms.calc = committee = Calculator(*paths, entry="double")
     np.testing.assert_allclose(atoms.get_forces(), (one + two) / 2, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(committee.get_property("forces_spread", atoms), np.abs(one - two) / 2, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        committee.get_property("forces_spread", atoms), np.abs(one - two) / 2, rtol=0, atol=1e-12
+    )
     energies = [c.get_property("energy", atoms) for c in members]
     assert committee.get_property("energy_spread", atoms) == pytest.approx(np.std(energies)) and np.std(energies) > 0.01
     assert Calculator(*paths[1:] * 2).get_property("energy_spread", atoms) == 0
@@ -178,20 +182,33 @@ BARE: dict[str, Any] = {"entry": "bare", "cutoff": 2.5, "species": ["H", "He"], 
     [
         ({}, abn.PackageError, "expected one grad entry, got grad 'double'"),
         ({"entry": "none"}, abn.PackageError, "expected a grad entry 'none'"),
-        ({"entry": "double", "cutoff": 3.0}, abn.InputError, "cutoff: expected 2.5 as in the metadata, got 3.0. Leave cutoff= out"),
-        ({"entry": "double", "species": ["He", "H"]}, abn.InputError, r"species: expected \['H', 'He'\] as in the metadata, got \['He', 'H'\]"),
+        (
+            {"entry": "double", "cutoff": 3.0},
+            abn.InputError,
+            "cutoff: expected 2.5 as in the metadata, got 3.0. Leave cutoff= out",
+        ),
+        (
+            {"entry": "double", "species": ["He", "H"]},
+            abn.InputError,
+            r"species: expected \['H', 'He'\] as in the metadata, got \['He', 'H'\]",
+        ),
         ({"entry": "double", "energy": "Ha"}, abn.InputError, "energy: expected 'eV' as in the metadata, got 'Ha'"),
         ({"entry": "double", "length": "nm"}, abn.InputError, "length: expected 'Ang' as in the metadata, got 'nm'"),
         ({"entry": "double", "skin": -1}, abn.InputError, "skin: expected a length of at least 0, got -1"),
         ({"entry": "bare"}, abn.InputError, r"expected 'cutoff' in the metadata, got \[\]. Pass cutoff="),
         ({**BARE, "energy": None}, abn.InputError, "expected 'energy' in the metadata"),
-        ({**BARE, "energy": "Rydberg"}, abn.InputError, "energy: expected one of eV, Ha, kcal/mol, kJ/mol, got 'Rydberg'"),
+        (
+            {**BARE, "energy": "Rydberg"},
+            abn.InputError,
+            "energy: expected one of eV, Ha, kcal/mol, kJ/mol, got 'Rydberg'",
+        ),
         ({**BARE, "length": "m"}, abn.InputError, "length: expected one of Ang, nm, Bohr, got 'm'"),
         ({**BARE, "cutoff": 0}, abn.InputError, "cutoff: expected a positive number, got 0"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    assert Calculator(package(), **{**BARE, "entry": "double"}).members  # the same values as in the metadata are not an error
+    # The same values as in the metadata are not an error
+    assert Calculator(package(), **{**BARE, "entry": "double"}).members
     with pytest.raises(error, match=words):
         Calculator(package(), **options)
 
@@ -199,7 +216,10 @@ def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception]
 def test_entries_of_another_kind_are_named() -> None:
     with pytest.raises(abn.PackageError, match=r"expected a grad entry 'double', got .*function 'double'"):
         Calculator(unlike_package(), entry="double")
-    with pytest.raises(abn.InputError, match=r"expected the inputs positions, species, src, dst, shift, got x. Export the entry with ab.forcefield"):
+    with pytest.raises(
+        abn.InputError,
+        match=r"expected the inputs positions, species, src, dst, shift, got x. Export the entry with ab.forcefield",
+    ):
         Calculator(unlike_package())
     with pytest.raises(abn.InputError, match="expected at least one package"):
         Calculator()

@@ -1,4 +1,5 @@
-"""``aot_backward_native.casadi``: beside CasADi's own derivatives of the same network, in model predictive control, and every wrong use."""
+"""``aot_backward_native.casadi``: beside CasADi's own derivatives of the same network, in model predictive control, and
+every wrong use."""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ class Dynamics(nn.Module):
 
 
 def package() -> Path:
-    """Return a package of :class:`Dynamics`. ``gain`` is shared by all points, and the entries are not differentiated by it."""
+    """Return a package of :class:`Dynamics`. ``gain`` is shared by all points, and the entries are not differentiated
+    by it."""
 
     def make(path: Path) -> None:
         args = torch.randn(4, 3).double(), torch.randn(4, 2).double(), torch.ones(1).double()
-        ab.export(path, ab.derivatives(Dynamics(), args, ["value", "jacobian", "vjp", "hessian"], batch=[0, 0, None]), runtime="standalone")
+        ab.export(
+            path,
+            ab.derivatives(Dynamics(), args, ["value", "jacobian", "vjp", "hessian"], batch=[0, 0, None]),
+            runtime="standalone",
+        )
 
     return shared("dynamics", make)
 
@@ -83,7 +89,12 @@ def solve(f: ca.Function) -> tuple[np.ndarray, int]:
     """Return the states of three steps of control, and the number of IPOPT's iterations."""
     X, U, x0 = ca.MX.sym("X", 3, N + 1), ca.MX.sym("U", 2, N), ca.MX.sym("x0", 3)
     constraints = ca.vertcat(X[:, 0] - x0, ca.vec(X[:, 1:] - f(X[:, :N], U, 2.0)))
-    problem = {"x": ca.vertcat(ca.vec(X), ca.vec(U)), "p": x0, "f": ca.sumsqr(X) + 0.05 * ca.sumsqr(U), "g": constraints}
+    problem = {
+        "x": ca.vertcat(ca.vec(X), ca.vec(U)),
+        "p": x0,
+        "f": ca.sumsqr(X) + 0.05 * ca.sumsqr(U),
+        "g": constraints,
+    }
     solver = ca.nlpsol("mpc", "ipopt", problem, {"ipopt.print_level": 0, "ipopt.sb": "yes", "print_time": False})
     x, guess, states, iterations = np.array([1.0, -0.5, 0.8]), np.zeros(3 * (N + 1) + 2 * N), [], 0
     for _ in range(3):
@@ -119,9 +130,13 @@ def test_a_function_outlives_its_name() -> None:
 def test_wrong_packages_and_points_are_named() -> None:
     with pytest.raises(abn.PackageError, match="expected a function entry 'value', got"):
         function(potential_package())
-    with pytest.raises(abn.InputError, match=r"entry 'value': expected an entry of ab.derivatives, got the metadata {}"):
+    with pytest.raises(
+        abn.InputError, match=r"entry 'value': expected an entry of ab.derivatives, got the metadata {}"
+    ):
         function(unlike_package())
-    two = shared("two-results", lambda path: ab.export(path, ab.derivatives(lambda x: (x, -x), (torch.ones(4, 2),), ["value"])))
+    two = shared(
+        "two-results", lambda path: ab.export(path, ab.derivatives(lambda x: (x, -x), (torch.ones(4, 2),), ["value"]))
+    )
     with pytest.raises(abn.InputError, match=r"entry 'value': expected one tensor as result, got a tuple. Concatenate"):
         function(two)
     with pytest.raises(abn.InputError, match="points: expected at least 1, got 0"):
@@ -142,7 +157,11 @@ def in_c(path: Path, points: int, library: Path) -> ca.Function:
 def test_the_example_in_c_is_a_function_of_casadi(tmp_path: Path) -> None:
     path, network = tmp_path / "network.pt2", Dynamics()
     example = torch.randn(4, 3).double(), torch.randn(4, 2).double()
-    ab.export(path, ab.derivatives(lambda x, u: network(x, u, 1.5), example, ["value", "jacobian", "vjp", "hessian"]), runtime="standalone")
+    ab.export(
+        path,
+        ab.derivatives(lambda x, u: network(x, u, 1.5), example, ["value", "jacobian", "vjp", "hessian"]),
+        runtime="standalone",
+    )
     rng = np.random.default_rng(0)
     given = rng.standard_normal(5 * N), rng.standard_normal((3, N))
     for points in (N, 1):
@@ -158,11 +177,16 @@ def test_the_example_in_c_is_a_function_of_casadi(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (package, "expected float64 tensors of (points, size) with any number of points, got others. Export with batch=0."),
+        (
+            package,
+            "expected float64 tensors of (points, size) with any number of points, got others. Export with batch=0.",
+        ),
         (potential_package, "has no entry 'value'"),
     ],
 )
-def test_the_example_in_c_refuses_other_packages(made: Callable[[], Path], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example_in_c_refuses_other_packages(
+    made: Callable[[], Path], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(RuntimeError):
         in_c(made(), N, tmp_path / "other.so")
     assert words in capfd.readouterr().err

@@ -1,4 +1,5 @@
-"""``examples/fortran``: a Fortran program's gradient, module and training equal those of Python's runtime and of eager PyTorch."""
+"""``examples/fortran``: a Fortran program's gradient, module and training equal those of Python's runtime and of eager
+PyTorch."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
             folder / "program",
         ]
         done = subprocess.run(
-            [*map(str, command), f"-L{library}", "-laot_backward", f"-Wl,-rpath,{library}"], cwd=folder, capture_output=True, text=True
+            [*map(str, command), f"-L{library}", "-laot_backward", f"-Wl,-rpath,{library}"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return folder / "program"
@@ -128,7 +132,10 @@ end program
         ('call package%open(path)\n  call package%get("none", f)', "has no entry 'none'"),
         ('call package%open(path)\n  call package%get("energy", f)\n  call f%run([tensor(single)])', "float64"),
         ('call package%open(path)\n  call package%get("energy", f)\n  call f%run([tensor(x), tensor(x)])', "input"),
-        ('call package%open(path)\n  call package%get("energy", f)\n  call f%run([tensor(x)], [tensor(x)])', "output[0]"),
+        (
+            'call package%open(path)\n  call package%get("energy", f)\n  call f%run([tensor(x)], [tensor(x)])',
+            "output[0]",
+        ),
         ("call f%run([tensor(x)], [tensor(value)])", "NULL"),
         ('call package%open(path)\n  call package%get("step", f)\n  call f%number("speed", 1d0)', "speed"),
         ('call package%open(path)\n  call package%get("step", f)\n  call f%resume("none.state")', "none.state"),
@@ -138,7 +145,9 @@ end program
         ),
     ],
 )
-def test_errors_stop_the_program_with_their_message(build: Callable[[Path], Path], package: Path, lines: str, words: str, tmp_path: Path) -> None:
+def test_errors_stop_the_program_with_their_message(
+    build: Callable[[Path], Path], package: Path, lines: str, words: str, tmp_path: Path
+) -> None:
     source = tmp_path / "wrong.f90"
     source.write_text(PROGRAM.replace("{lines}", lines))
     done = run(build(source), package, folder=tmp_path)

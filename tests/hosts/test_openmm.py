@@ -40,7 +40,9 @@ def context(atoms: Atoms, forces: Sequence[Any], integrator: Any = None) -> Any:
 
 
 def of_system(system: Any, atoms: Atoms, integrator: Any = None) -> Any:
-    out = openmm.Context(system, integrator or openmm.VerletIntegrator(0.0002), openmm.Platform.getPlatform("Reference"))
+    out = openmm.Context(
+        system, integrator or openmm.VerletIntegrator(0.0002), openmm.Platform.getPlatform("Reference")
+    )
     out.setPositions(atoms.positions * unit.angstrom)
     return out
 
@@ -115,10 +117,25 @@ def virtual() -> app.Topology:
     [
         (["H", "Fe"], {"entry": "double"}, abn.InputError, r"expected the species H, He, got Fe \(atom 1\)"),
         ([], {"entry": "double"}, abn.InputError, "expected at least one atom, got none"),
-        (virtual(), {"entry": "double"}, abn.InputError, "topology: expected a chemical element for each particle, got none for particle 27"),
-        (["H"], {"entry": "double", "particles": [1]}, abn.InputError, "particles: expected numbers from 0 to 0, got 1"),
+        (
+            virtual(),
+            {"entry": "double"},
+            abn.InputError,
+            "topology: expected a chemical element for each particle, got none for particle 27",
+        ),
+        (
+            ["H"],
+            {"entry": "double", "particles": [1]},
+            abn.InputError,
+            "particles: expected numbers from 0 to 0, got 1",
+        ),
         (["H"], {"entry": "double", "cutoff": 3}, abn.InputError, "cutoff: expected 2.5 as in the metadata, got 3"),
-        (["H"], {"entry": "double", "energy": "kJ/mol"}, abn.InputError, "energy: expected 'eV' as in the metadata, got 'kJ/mol'"),
+        (
+            ["H"],
+            {"entry": "double", "energy": "kJ/mol"},
+            abn.InputError,
+            "energy: expected 'eV' as in the metadata, got 'kJ/mol'",
+        ),
         (["H"], {"entry": "bare"}, abn.InputError, "expected 'cutoff' in the metadata"),
         (["H"], {"entry": "none"}, abn.PackageError, "expected a grad entry 'none'"),
     ],
@@ -133,5 +150,7 @@ def test_entries_of_another_kind_and_another_number_of_particles_are_named() -> 
         force(unlike_package(), ["H"])
     atoms = crystal()
     found = context(atoms, [force(package(), ["H"], entry="double")])
-    with pytest.raises(openmm.OpenMMException, match=r"topology: expected 27 particles as in the system, got 1. Pass particles="):
+    with pytest.raises(
+        openmm.OpenMMException, match=r"topology: expected 27 particles as in the system, got 1. Pass particles="
+    ):
         found.getState(energy=True)

@@ -1,4 +1,5 @@
-"""Calls from C: other sizes and strides, results in the caller's memory, and calls that are refused before anything changes."""
+"""Calls from C: other sizes and strides, results in the caller's memory, and calls that are refused before anything
+changes."""
 
 from __future__ import annotations
 
@@ -74,11 +75,15 @@ def test_other_sizes(loss: Function, rows: int) -> None:
     found = loss.run(x)
     assert torch.equal(found[0], value)
     by_name = dict(zip((n for n, _ in loss.describe(GRADIENTS)), found[1:], strict=True))
-    assert torch.equal(by_name["x"], gradients["x"]) and torch.equal(by_name["net.first.weight"], gradients["net.first.weight"])
+    assert torch.equal(by_name["x"], gradients["x"]) and torch.equal(
+        by_name["net.first.weight"], gradients["net.first.weight"]
+    )
 
 
 @pytest.mark.parametrize(
-    "lay_out", [lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, :3], lambda x: x[:1].expand(4, 3)], ids=["columns", "rows", "expanded"]
+    "lay_out",
+    [lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, :3], lambda x: x[:1].expand(4, 3)],
+    ids=["columns", "rows", "expanded"],
 )
 def test_inputs_of_other_strides_are_copied(loss: Function, lay_out: object) -> None:
     x = lay_out(arguments()[0].detach())  # type: ignore[operator]
@@ -101,7 +106,10 @@ def test_an_input_that_is_not_aligned_is_copied(loss: Function) -> None:
 def test_results_go_into_memory_of_the_caller(loss: Function) -> None:
     x = arguments()[0].detach()
     expected = loss.run(x)
-    own = [torch.full((), math.nan), *(torch.full((2 * e.shape[0], e.shape[1]), math.nan).t()[:, ::2].t() for e in expected[1:])]
+    own = [
+        torch.full((), math.nan),
+        *(torch.full((2 * e.shape[0], e.shape[1]), math.nan).t()[:, ::2].t() for e in expected[1:]),
+    ]
     results = (DLTensor * 3)(*map(dl_tensor, own))
     given = dl_tensor(x)
     c_library.check(library().aotb_run(loss.handle, ctypes.byref(given), 1, results, 3))
@@ -221,7 +229,10 @@ def test_what_a_message_repeats_is_printable(loss: Function) -> None:
 def test_a_backend_that_is_not_there() -> None:
     handle = ctypes.c_void_p()
     for name, word in ((b"nonsuch", b"nonsuch"), (b"/nonsuch/libtorch_cpu.so", b"nonsuch")):
-        assert library().aotb_open(bytes(PAIR), ctypes.byref(c_library.Options(name)), ctypes.byref(handle)) == INCOMPATIBLE
+        assert (
+            library().aotb_open(bytes(PAIR), ctypes.byref(c_library.Options(name)), ctypes.byref(handle))
+            == INCOMPATIBLE
+        )
         assert word in library().aotb_error() and not handle
 
 
@@ -283,9 +294,14 @@ def test_a_module_with_several_variants_and_absent_gradients() -> None:
         x = torch.randn(5, 3)
         module.train(True)
         (y,) = module.forward(x)
-        assert library().aotb_served(module.handle) == 0 and module.count(GRADIENTS, 0) == 7 and module.count(GRADIENTS, 1) == 2
+        assert (
+            library().aotb_served(module.handle) == 0
+            and module.count(GRADIENTS, 0) == 7
+            and module.count(GRADIENTS, 1) == 2
+        )
         assert all(g is not None for g in module.backward(torch.ones_like(y)))
-        refused(lambda: module.backward(torch.ones_like(y)), INPUT, "expected a forward call")  # the later forward overwrote its saved tensors
+        # The later forward overwrote its saved tensors
+        refused(lambda: module.backward(torch.ones_like(y)), INPUT, "expected a forward call")
         module.forward(x)
         assert all(g is None for g in module.backward(None))
         module.forward(x)

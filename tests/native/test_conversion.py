@@ -36,7 +36,8 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 @pytest.mark.parametrize("given", [*FLOATS, *INTEGERS, torch.bool], ids=str)
 def test_other_dtypes_are_converted(given: torch.dtype) -> None:
-    """The float64 input takes every real dtype, the int64 input every integer dtype; eager's ``to`` gives the expected values."""
+    """The float64 input takes every real dtype, the int64 input every integer dtype; eager's ``to`` gives the expected
+    values."""
     positions, kinds = samples(6)
     x = (3 * positions).to(torch.bool if given == torch.bool else given if given in FLOATS else torch.int8).to(given)
     others = kinds.to(given) if given in INTEGERS else kinds
@@ -61,34 +62,62 @@ def test_every_conversion_gives_what_eager_gives(wanted: torch.dtype, tmp_path: 
         entry.update(wrt=[], names=[])
         for variant in entry["variants"]:
             variant["inputs"][0]["dtype"] = str(wanted)[6:]
-            variant.update(outputs=variant["inputs"], out_tree={"kind": "tensor", "index": 0}, gradient={"call": None, "outputs": ["input:0"]})
+            variant.update(
+                outputs=variant["inputs"],
+                out_tree={"kind": "tensor", "index": 0},
+                gradient={"call": None, "outputs": ["input:0"]},
+            )
 
-    numbers = torch.tensor([0.1, -7.9, 100.3, 1 / 3, -0.0, 65.47, 3e-6, 1.0, 1.00390625, 1.01171875, 2.7, 5.5], dtype=torch.float64).view(4, 3)
+    numbers = torch.tensor(
+        [0.1, -7.9, 100.3, 1 / 3, -0.0, 65.47, 3e-6, 1.0, 1.00390625, 1.01171875, 2.7, 5.5], dtype=torch.float64
+    ).view(4, 3)
     with c_library.function(rewritten(PAIR, tmp_path / "x.pt2", change), "loss") as loss:
         for given in DTYPES:
             whole = wanted in (*INTEGERS, torch.bool) or given in (*INTEGERS, torch.bool)
             x = (numbers.abs() if whole else numbers).to(given)
-            allowed = given == wanted or (given in FLOATS and (wanted in FLOATS or wanted.is_complex)) or (given.is_complex and wanted.is_complex)
+            allowed = (
+                given == wanted
+                or (given in FLOATS and (wanted in FLOATS or wanted.is_complex))
+                or (given.is_complex and wanted.is_complex)
+            )
             if allowed or (given in (*INTEGERS, torch.bool) and wanted != torch.bool):
                 assert torch.equal(converting(loss).run(x)[0], x.to(wanted)), given  # type: ignore[arg-type]
             else:
-                with pytest.raises(c_library.Failed, match=rf"x: expected {str(wanted)[6:]}, got {str(given)[6:]}\. .* are not converted to"):
+                with pytest.raises(
+                    c_library.Failed,
+                    match=rf"x: expected {str(wanted)[6:]}, got {str(given)[6:]}\. .* are not converted to",
+                ):
                     converting(loss).run(x)
 
 
 def test_conversions_to_narrower_dtypes_round_as_in_eager() -> None:
-    x = torch.cat([torch.randn(60, 3, dtype=torch.float64), torch.tensor([[1e300, -0.0, math.nan], [1e-46, 3.0, math.inf]], dtype=torch.float64)])
+    x = torch.cat(
+        [
+            torch.randn(60, 3, dtype=torch.float64),
+            torch.tensor([[1e300, -0.0, math.nan], [1e-46, 3.0, math.inf]], dtype=torch.float64),
+        ]
+    )
     with c_library.function(PAIR, "loss") as loss:
         for given in (x, x.half(), x.bfloat16()):
             found, expected = converting(loss).run(given), loss.run(given.float())
-            assert all(torch.equal(f.nan_to_num(), e.nan_to_num()) for f, e in zip(found, expected, strict=True) if f is not None and e is not None)
+            assert all(
+                torch.equal(f.nan_to_num(), e.nan_to_num())
+                for f, e in zip(found, expected, strict=True)
+                if f is not None and e is not None
+            )
 
 
 @pytest.mark.parametrize(
     ("kinds", "words"),
     [
-        (torch.ones(6), r"kinds: expected int64, got float32\. Floating-point numbers are not converted to integers: round them first"),
-        (torch.ones(6, dtype=torch.complex64), r"kinds: expected int64, got complex64\. Complex numbers are not converted to real ones"),
+        (
+            torch.ones(6),
+            r"kinds: expected int64, got float32\. Floating-point numbers are not converted to integers: round them first",
+        ),
+        (
+            torch.ones(6, dtype=torch.complex64),
+            r"kinds: expected int64, got complex64\. Complex numbers are not converted to real ones",
+        ),
     ],
 )
 def test_conversions_that_lose_more_than_digits_are_refused(kinds: torch.Tensor, words: str) -> None:
@@ -159,18 +188,32 @@ def test_arrays_that_numpy_takes() -> None:
     positions, kinds = (t.numpy() for t in samples(6))
     energy, casting = abn.load(hosted()).grad(), abn.load(hosted()).grad(cast=True)
     (expected, _), _ = energy(positions, kinds)
-    for given in (positions.tolist(), tuple(map(tuple, positions)), positions.astype(">f8"), Interface(positions), positions[::-1].copy()[::-1]):
+    for given in (
+        positions.tolist(),
+        tuple(map(tuple, positions)),
+        positions.astype(">f8"),
+        Interface(positions),
+        positions[::-1].copy()[::-1],
+    ):
         for other in (kinds, kinds.tolist(), kinds.astype(">i8")):
             assert energy(given, other)[0][0] == expected
     assert casting(positions.astype("g"), kinds.astype(">i2"))[0][0] == expected
     whole = casting(positions.round().astype(">i4"), kinds)
-    assert whole[0][0] == energy(positions.round(), kinds)[0][0] == energy(positions.round().astype(int).tolist(), kinds)[0][0]
+    assert (
+        whole[0][0]
+        == energy(positions.round(), kinds)[0][0]
+        == energy(positions.round().astype(int).tolist(), kinds)[0][0]
+    )
     module = abn.load(PAIR, unchecked=True).module()
     x, more = arguments()
     first = module.forward(x.detach().tolist(), more["bias"].tolist())
     gradient = module.backward(np.ones_like(first["out"]).tolist(), None)
     module.forward(x.detach(), more["bias"])
-    assert all(np.array_equal(g, gradient[n]) for n, g in module.backward(np.ones_like(first["out"]), None).items() if g is not None)
+    assert all(
+        np.array_equal(g, gradient[n])
+        for n, g in module.backward(np.ones_like(first["out"]), None).items()
+        if g is not None
+    )
     module.forward(x.detach(), more["bias"])
     with pytest.raises(abn.InputError, match=r"expected float32, got float64\. Convert it"):
         module.backward(np.ones((4, 3)), None)
@@ -184,7 +227,11 @@ def test_arrays_that_numpy_takes() -> None:
     [
         ([[1.0, 2.0], [3.0]], [1], r"positions: expected an array of float64, got list: "),
         (np.ones((2, 3), ">f4"), [1, 1], r"positions: expected float64, got float32\. Convert it"),
-        (np.ones((2, 3), "g"), [1, 1], r"positions: expected float64, got float128\. Convert it, or let the function do it: cast=True"),
+        (
+            np.ones((2, 3), "g"),
+            [1, 1],
+            r"positions: expected float64, got float128\. Convert it, or let the function do it: cast=True",
+        ),
         (np.ones((2, 3)), [1.5, 1.5], r"kinds: expected int64, got float64\. Floating-point numbers"),
         (np.ones((2, 3)), None, r"kinds: expected int64, got NoneType of dtype object\. Pass an array of numbers"),
         (np.ones((2, 3)), ["a"], r"kinds: expected int64, got list of dtype str32"),
@@ -209,17 +256,26 @@ except abn.InputError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program, str(PAIR)], capture_output=True, text=True, check=True)
-    assert done.stdout == "x: expected an array (buffer protocol or DLPack), got list. To pass lists and other arrays, install NumPy.\n"
+    assert (
+        done.stdout
+        == "x: expected an array (buffer protocol or DLPack), got list. To pass lists and other arrays, install NumPy.\n"
+    )
 
 
 def test_results_go_into_arrays_of_the_caller() -> None:
     package, (positions, kinds) = abn.load(hosted()), samples(6)
     energy = package.grad()
     (value, more), gradients = energy(positions, kinds)
-    forces, energies, total = np.full((12, 3), np.nan)[::2], torch.full((5,), math.nan, dtype=torch.float64), np.zeros(())
+    forces, energies, total = (
+        np.full((12, 3), np.nan)[::2],
+        torch.full((5,), math.nan, dtype=torch.float64),
+        np.zeros(()),
+    )
     result = energy(positions, kinds, out=((total, {"energies": energies}), {"positions": forces}))
     assert result[0][0] is total and result[0][1]["energies"] is energies and result[1]["positions"] is forces
-    assert total == value and np.array_equal(energies, more["energies"]) and np.array_equal(forces, gradients["positions"])
+    assert (
+        total == value and np.array_equal(energies, more["energies"]) and np.array_equal(forces, gradients["positions"])
+    )
     assert np.array_equal(result[0][1]["charges"][0], more["charges"][0])
     lengths = np.zeros(5)
     found = package.function()(positions, out={"bonds": (lengths, None)})
@@ -235,11 +291,23 @@ def test_results_go_into_arrays_of_the_caller() -> None:
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
-        (lambda: np.zeros((5, 3)), abn.InputError, r"the tensor for positions: expected float64 of shape \(6, 3\).*got float64 of shape \(5, 3\)"),
-        (lambda: np.zeros((6, 3), "f"), abn.InputError, r"the tensor for positions: expected float64 .*got float32 of shape \(6, 3\)"),
+        (
+            lambda: np.zeros((5, 3)),
+            abn.InputError,
+            r"the tensor for positions: expected float64 of shape \(6, 3\).*got float64 of shape \(5, 3\)",
+        ),
+        (
+            lambda: np.zeros((6, 3), "f"),
+            abn.InputError,
+            r"the tensor for positions: expected float64 .*got float32 of shape \(6, 3\)",
+        ),
         (lambda: np.zeros((6, 3), ">f8"), TypeError, "byte order"),
         (lambda: [0.0] * 18, TypeError, r"out: expected an array .* got <class 'list'>"),
-        (lambda: np.broadcast_to(0.0, (6, 3)), abn.InputError, r"out\[1\]\['positions'\]: expected an array that can be written, got a read"),
+        (
+            lambda: np.broadcast_to(0.0, (6, 3)),
+            abn.InputError,
+            r"out\[1\]\['positions'\]: expected an array that can be written, got a read",
+        ),
     ],
 )
 def test_arrays_that_cannot_take_a_result(out: Any, error: type[Exception], words: str) -> None:
@@ -248,7 +316,10 @@ def test_arrays_that_cannot_take_a_result(out: Any, error: type[Exception], word
         energy(*given, out=(None, {"positions": out()}))
     for structure, message in (
         (3, r"out: expected a tuple of 2 arrays, got int\. Put None"),
-        ((None, {"x": None}), r"out\[1\]: expected a dict with keys of \['positions'\], got a dict with the keys \['x'\]"),
+        (
+            (None, {"x": None}),
+            r"out\[1\]: expected a dict with keys of \['positions'\], got a dict with the keys \['x'\]",
+        ),
         (((None,), None), r"out\[0\]: expected a tuple of 2 arrays, got tuple of 1"),
     ):
         with pytest.raises(abn.InputError, match=message):
@@ -282,7 +353,9 @@ def test_gradients_of_a_module_are_scaled() -> None:
     out = [m.forward(x.detach(), more["bias"])["out"] for m in (plain, scaled)]
     assert np.array_equal(*out)
     one, other = (m.backward(np.ones_like(out[0]), None) for m in (plain, scaled))
-    assert np.array_equal(one["first.weight"] * np.float32(0.5), other["first.weight"]) and np.array_equal(one["x"], other["x"])
+    assert np.array_equal(one["first.weight"] * np.float32(0.5), other["first.weight"]) and np.array_equal(
+        one["x"], other["x"]
+    )
 
 
 def test_scaled_gradients_in_c_belong_to_the_function_and_leave_other_results_alone(tmp_path: Path) -> None:
@@ -310,7 +383,10 @@ def test_scaled_gradients_in_c_belong_to_the_function_and_leave_other_results_al
         own = (DLTensor * 4)()
         own[3] = results[3]
         own[3].shape, own[3].strides = (ctypes.c_int64 * 2)(6, 3), None
-        assert library().aotb_run(called.handle, given, 2, own, 4) == INPUT and b"lies in a result of an earlier call" in library().aotb_error()
+        assert (
+            library().aotb_run(called.handle, given, 2, own, 4) == INPUT
+            and b"lies in a result of an earlier call" in library().aotb_error()
+        )
         assert library().aotb_scale(called.handle, b"nonsuch", ctypes.c_double(1)) == NAME
         assert called.describe(GRADIENTS) == [("positions", ("s0", "3"))]
         c_library.check(library().aotb_scale(called.handle, b"positions", ctypes.c_double(1)))

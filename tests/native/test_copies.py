@@ -48,7 +48,9 @@ def test_a_gradient_function_keeps_its_options_and_changed_parameters(copied: Ca
 def test_a_function_and_a_module(copied: Callable[[Any], Any]) -> None:
     positions, _ = samples(5)
     function = copied(abn.load(hosted()).function())
-    assert np.array_equal(function(positions)["bonds"].lengths, abn.load(hosted()).function()(positions)["bonds"].lengths)
+    assert np.array_equal(
+        function(positions)["bonds"].lengths, abn.load(hosted()).function()(positions)["bonds"].lengths
+    )
     module, (x, more) = abn.load(PAIR, unchecked=True).module().use_variant(0), arguments()
     module.forward(x.detach(), more["bias"])
     other = copied(module)
@@ -102,7 +104,8 @@ def test_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "new.pt2").rename(tmp_path / "x.pt2")
     assert copy.deepcopy(package.grad())(np.ones((4, 3), "f"))[0] > 0  # from the open file
     with pytest.raises(
-        abn.PackageError, match=r"x\.pt2: expected the file that was pickled, manifest SHA-256 \w{64}, got \w{64}\. Restore that file"
+        abn.PackageError,
+        match=r"x\.pt2: expected the file that was pickled, manifest SHA-256 \w{64}, got \w{64}\. Restore that file",
     ):
         pickle.loads(text)
     (tmp_path / "x.pt2").unlink()
@@ -114,7 +117,9 @@ def test_in_another_process() -> None:
     loss = abn.load(PAIR, unchecked=True).grad()
     loss.parameters["net.first.bias"][:] = 3
     program = (
-        "import pickle, sys\nf = pickle.load(sys.stdin.buffer)\nprint(memoryview(f.parameters['net.first.bias']).tolist(), 'numpy' in sys.modules)"
+        "import pickle, sys\n"
+        "f = pickle.load(sys.stdin.buffer)\n"
+        "print(memoryview(f.parameters['net.first.bias']).tolist(), 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(loss), capture_output=True, check=True)
     assert done.stdout == b"[3.0, 3.0, 3.0] False\n"

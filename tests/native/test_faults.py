@@ -1,5 +1,5 @@
-"""Faults of input, files and machine, through the C library. Each raises an error that names its cause, or gives eager's result. The process
-continues, and its next call is right."""
+"""Faults of input, files and machine, through the C library. Each raises an error that names its cause, or gives
+eager's result. The process continues, and its next call is right."""
 
 from __future__ import annotations
 
@@ -32,8 +32,13 @@ def package() -> Path:
     pair = ab.Variant((torch.randn(8, 3), torch.randn(8, 3)), dynamic_shapes=({0: 4 * groups}, {0: 4 * groups}))
     batch = ab.Variant((torch.randn(6, 3), torch.randint(2, (6,))))
     fit = ab.Step(net, [batch], torch.optim.AdamW(net.parameters()), loss_fn=nn.functional.cross_entropy)
-    waves = ab.Grad(lambda x: x.sin().sum(), [ab.Variant((torch.randn(6, 3),), dynamic_shapes=({0: torch.export.Dim("rows", min=0, max=64)},))])
-    ab.export(path, {"quarters": ab.Grad(_quarters, [pair]), "waves": waves, "fit": fit}, tune="none", runtime="standalone")
+    waves = ab.Grad(
+        lambda x: x.sin().sum(),
+        [ab.Variant((torch.randn(6, 3),), dynamic_shapes=({0: torch.export.Dim("rows", min=0, max=64)},))],
+    )
+    ab.export(
+        path, {"quarters": ab.Grad(_quarters, [pair]), "waves": waves, "fit": fit}, tune="none", runtime="standalone"
+    )
     return path
 
 
@@ -163,7 +168,10 @@ def test_processes_that_extract_the_same_code_at_once(tmp_path: Path) -> None:
     program = SETUP + "print(memoryview(abn.load(path).grad('quarters')(rows(8), rows(8))[0]).tolist())"
     argv = [sys.executable, "-c", program, str(package())]
     environment = os.environ | {"AOT_BACKWARD_CACHE": str(tmp_path / "cache")}
-    started = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(8)]
+    started = [
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for _ in range(8)
+    ]
     said = {(p.communicate(timeout=120), p.returncode) for p in started}
     assert len(said) == 1 and all(code == 0 for _, code in said), said
     left = [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]
@@ -230,7 +238,8 @@ for spoil in ("replace", "cut", "overwrite", "remove"):
 
 @pytest.mark.parametrize("room", [0, 1 << 20, 4 << 20, 8 << 20])
 def test_too_little_memory(room: int) -> None:
-    """The calls raise an error of the library or give the right result. Open packages work when memory is available again."""
+    """The calls raise an error of the library or give the right result. Open packages work when memory is available
+    again."""
     program = (
         SETUP
         + """
@@ -288,10 +297,19 @@ def test_caches_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for cache in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(package())], capture_output=True, text=True, env=os.environ | {"AOT_BACKWARD_CACHE": str(cache)}
+            [sys.executable, "-c", program, str(package())],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"AOT_BACKWARD_CACHE": str(cache)},
         )
-        assert (done.returncode == 0 and done.stdout == expected) or (done.returncode == 1 and "AotBackwardError" not in done.stdout), done
+        assert (done.returncode == 0 and done.stdout == expected) or (
+            done.returncode == 1 and "AotBackwardError" not in done.stdout
+        ), done
         assert done.returncode in (0, 1) and (done.returncode == 0 or str(cache) in done.stderr), done
-    without = {name: value for name, value in os.environ.items() if name not in ("HOME", "AOT_BACKWARD_CACHE", "XDG_CACHE_HOME")}
+    without = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HOME", "AOT_BACKWARD_CACHE", "XDG_CACHE_HOME")
+    }
     done = subprocess.run([sys.executable, "-c", program, str(package())], capture_output=True, text=True, env=without)
     assert done.returncode == 0 and done.stdout == expected, done

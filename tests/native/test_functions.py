@@ -1,5 +1,5 @@
-"""C and Python give the same results: bit for bit over the same libtorch, up to rounding over the standalone backend, and with the same random masks
-from the same seed."""
+"""C and Python give the same results: bit for bit over the same libtorch, up to rounding over the standalone backend,
+and with the same random masks from the same seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from ..support.c_library import Function
 from ..support.exports import shared
 
 pytestmark = golden_files.needed
-GOLDEN = [golden_files.FOLDER / f"{name}.pt2" for name in ("1.0-pair", "1.2-step", "1.3-orders", "1.4-targets", "1.6-sketches", "1.7-speed")]
+GOLDEN = [
+    golden_files.FOLDER / f"{name}.pt2"
+    for name in ("1.0-pair", "1.2-step", "1.3-orders", "1.4-targets", "1.6-sketches", "1.7-speed")
+]
 
 
 class Attention(nn.Module):
@@ -57,7 +60,9 @@ def export_kinds(path: Path) -> None:
     """Export other operators, dtypes, layouts and dynamic sizes, as C code of a user would call them."""
     torch.manual_seed(0)
     batch, attention, bag = Dim("batch", min=1, max=64), Attention(), Bag()
-    convolution = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    convolution = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+    )
 
     def waves(x: torch.Tensor) -> torch.Tensor:
         return torch.fft.rfft(x).abs().square().mean() + x.double().cumsum(0).tanh().sum()
@@ -66,10 +71,14 @@ def export_kinds(path: Path) -> None:
         path,
         {
             "attention": ab.Step(
-                attention, [ab.Variant((torch.randn(3, 5, 16),), dynamic_shapes=({0: batch},))], torch.optim.SGD(attention.parameters(), 0.1)
+                attention,
+                [ab.Variant((torch.randn(3, 5, 16),), dynamic_shapes=({0: batch},))],
+                torch.optim.SGD(attention.parameters(), 0.1),
             ),
             "bag": ab.Grad(bag, [ab.Variant((torch.randint(30, (6, 4)),))]),
-            "conv": ab.Module(convolution, [ab.Variant((torch.randn(4, 2, 8, 8, requires_grad=True),), dynamic_shapes=({0: batch},))]),
+            "conv": ab.Module(
+                convolution, [ab.Variant((torch.randn(4, 2, 8, 8, requires_grad=True),), dynamic_shapes=({0: batch},))]
+            ),
             "waves": ab.Grad(waves, [ab.Variant((torch.randn(16),))]),
         },
     )
@@ -83,7 +92,9 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def of_python(package: Package, entry: str, variant: VariantSpec, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[Any]:
+def of_python(
+    package: Package, entry: str, variant: VariantSpec, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+) -> list[Any]:
     """Return outputs, and gradients in the order of the variant's plan."""
     tensors = [t.clone().requires_grad_(s.requires_grad) for t, s in zip(inputs, variant.inputs, strict=True)]
     args, kwargs = unflatten(variant.in_tree, tensors, {}, {})
@@ -94,7 +105,11 @@ def of_python(package: Package, entry: str, variant: VariantSpec, inputs: Sequen
         return [t.clone() for _ in range(3) for t in leaves(step(*args, **kwargs))]
     if spec.kind == "grad":
         value, gradients = package.grad(entry)(*args, **kwargs)
-        by_target = {spec.wrt[0]: gradients} if spec.single else dict(zip(spec.wrt, (gradients[n] for n in spec.names), strict=True))
+        by_target = (
+            {spec.wrt[0]: gradients}
+            if spec.single
+            else dict(zip(spec.wrt, (gradients[n] for n in spec.names), strict=True))
+        )
         assert variant.gradient is not None
         return [*leaves(value), *(by_target[g.of] for g in variant.gradient.gradients)]
     module = package.module(entry).train(variant.mode == "train")
@@ -107,7 +122,9 @@ def of_python(package: Package, entry: str, variant: VariantSpec, inputs: Sequen
     return [*(o.detach() for o in outputs), *found]
 
 
-def of_c(called: Function, variant: VariantSpec, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> list[Any]:
+def of_c(
+    called: Function, variant: VariantSpec, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+) -> list[Any]:
     if variant.mode:
         called.train(variant.mode == "train")
     if called.kind == "step":
@@ -119,7 +136,9 @@ def of_c(called: Function, variant: VariantSpec, inputs: Sequence[torch.Tensor],
 
 def assert_alike(actual: Sequence[Any], expected: Sequence[Any], backend: str) -> None:
     assert len(actual) == len(expected)
-    largest = max((e.abs().max().item() for e in expected if e is not None and e.is_floating_point() and e.numel()), default=1.0)
+    largest = max(
+        (e.abs().max().item() for e in expected if e is not None and e.is_floating_point() and e.numel()), default=1.0
+    )
     for a, e in zip(actual, expected, strict=True):
         assert (a is None) == (e is None)
         if e is None:
@@ -163,7 +182,11 @@ def compare(path: Path, entries: Sequence[str], backend: str) -> None:
             variant = spec.variants[0]
             inputs = [examples[f"{entry}/0/input/{i}"] for i in range(len(variant.inputs))]
             generator = torch.Generator().manual_seed(3)
-            stored = [examples[f"{entry}/0/cotangent/{i}"] for i in range(len(variant.cotangents))] if spec.kind == "module" else []
+            stored = (
+                [examples[f"{entry}/0/cotangent/{i}"] for i in range(len(variant.cotangents))]
+                if spec.kind == "module"
+                else []
+            )
             incoming = [torch.randn(s.shape, generator=generator) for s in stored]
             with package.function(entry) as called:
                 expected = of_python(python, entry, variant, inputs, incoming)

@@ -1,5 +1,5 @@
-"""Call every function of the header with NULL in each of its pointers. It must return a status and an error text, or do nothing. The calls are
-generated from the header's declarations, so they include new functions."""
+"""Call every function of the header with NULL in each of its pointers. It must return a status and an error text, or do
+nothing. The calls are generated from the header's declarations, so they include new functions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,15 @@ MAY_BE_NULL = {("aotb_open", "options"), ("aotb_save", "extra"), ("aotb_resume",
 
 def test_null_in_any_argument_is_a_status_or_does_nothing(tmp_path: Path) -> None:
     header = c_library.NATIVE / "include" / "aot_backward.h"
-    argv = [sys.executable, "-c", CALLS, str(header), str(c_library.build() / "libaot_backward.so"), str(PAIR), str(STEP)]
+    argv = [
+        sys.executable,
+        "-c",
+        CALLS,
+        str(header),
+        str(c_library.build() / "libaot_backward.so"),
+        str(PAIR),
+        str(STEP),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, (done.returncode, done.stderr[-400:])
     said = json.loads(done.stdout)
@@ -87,4 +95,7 @@ def test_null_in_any_argument_is_a_status_or_does_nothing(tmp_path: Path) -> Non
         elif result != "void":
             assert not got, (name, argument, got)
         if argument in ("function", "package") and result != "void":
-            assert words == f"{name}: {argument}: expected one that aotb_{'get' if argument == 'function' else 'open'} gave, got NULL"
+            assert (
+                words
+                == f"{name}: {argument}: expected one that aotb_{'get' if argument == 'function' else 'open'} gave, got NULL"
+            )

@@ -1,5 +1,5 @@
-"""Compare each operator of the standalone backend with libtorch's of the same name and C interface: values, dtypes, shapes and strides. Compiled code
-relies on the strides without a check."""
+"""Compare each operator of the standalone backend with libtorch's of the same name and C interface: values, dtypes,
+shapes and strides. Compiled code relies on the strides without a check."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Handle:
         if tensor is None:
             return
         rank = tensor.dim()
-        sizes, strides = (ctypes.c_int64 * max(1, rank))(*tensor.shape), (ctypes.c_int64 * max(1, rank))(*tensor.stride())
+        sizes, strides = (
+            (ctypes.c_int64 * max(1, rank))(*tensor.shape),
+            (ctypes.c_int64 * max(1, rank))(*tensor.stride()),
+        )
         made = library.aoti_torch_create_tensor_from_blob(
             ctypes.c_void_p(tensor.data_ptr()),
             ctypes.c_int64(rank),
@@ -80,8 +83,11 @@ class Handle:
         return out.value if hasattr(out, "value") else out
 
     def read(self) -> torch.Tensor | None:
-        """Return a copy with its strides, or None if the result was not requested. libtorch then has an undefined tensor without strides."""
-        if not self.pointer or self.library.aoti_torch_get_strides(self.pointer, ctypes.byref(ctypes.POINTER(ctypes.c_int64)())):
+        """Return a copy with its strides, or None if the result was not requested. libtorch then has an undefined
+        tensor without strides."""
+        if not self.pointer or self.library.aoti_torch_get_strides(
+            self.pointer, ctypes.byref(ctypes.POINTER(ctypes.c_int64)())
+        ):
             return None
         rank, pointer = self._ask("dim", ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)
         shape, strides = self._ask("sizes", pointer)[:rank], self._ask("strides", pointer)[:rank]
@@ -97,7 +103,8 @@ class Handle:
 
 
 def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
-    """Return the results of ``aoti_torch_cpu_NAME``. int: int64_t; float: double; bool: int32_t; list: a pointer and a count; str: const char *."""
+    """Return the results of ``aoti_torch_cpu_NAME``. int: int64_t; float: double; bool: int32_t; list: a pointer and a
+    count; str: const char *."""
     handles: list[Handle] = []
     given: list[Any] = []
 
@@ -127,7 +134,13 @@ def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int
             pointer = ctypes.POINTER(ctypes.c_int64)((ctypes.c_int64 * len(value.value))(*value.value))
             given += [ctypes.pointer(pointer), ctypes.c_int64(len(value.value))]
         else:
-            given.append(ctypes.pointer(ctypes.c_int32(value.value) if isinstance(value.value, (bool, int)) else ctypes.c_double(value.value)))
+            given.append(
+                ctypes.pointer(
+                    ctypes.c_int32(value.value)
+                    if isinstance(value.value, (bool, int))
+                    else ctypes.c_double(value.value)
+                )
+            )
     made = [Handle(library) for _ in range(results)]
     try:
         if library[f"aoti_torch_cpu_{name}"](*given, *(ctypes.byref(h.pointer) for h in made)):
@@ -142,7 +155,8 @@ def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int
 
 
 def assert_like(actual: torch.Tensor, expected: torch.Tensor, ulps: float) -> None:
-    """Check dtype, shape and strides, and values to ``ulps`` units in the last place of 1 or of the largest value, since inputs are around 1."""
+    """Check dtype, shape and strides, and values to ``ulps`` units in the last place of 1 or of the largest value,
+    since inputs are around 1."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     assert [s for s, n in zip(actual.stride(), actual.shape, strict=True) if n > 1] == [
         s for s, n in zip(expected.stride(), expected.shape, strict=True) if n > 1
@@ -151,7 +165,9 @@ def assert_like(actual: torch.Tensor, expected: torch.Tensor, ulps: float) -> No
         assert torch.equal(actual, expected)
     elif expected.numel():
         largest = max([1.0, *expected[expected.isfinite()].abs().flatten().tolist()])
-        torch.testing.assert_close(actual, expected, rtol=0, atol=ulps * torch.finfo(expected.dtype).eps * largest, equal_nan=True)
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=ulps * torch.finfo(expected.dtype).eps * largest, equal_nan=True
+        )
 
 
 def both(name: str, *arguments: Any, results: int = 1, ulps: float = 16) -> None:
@@ -164,7 +180,9 @@ def both(name: str, *arguments: Any, results: int = 1, ulps: float = 16) -> None
 
 def in_place(name: str, out: torch.Tensor, *arguments: Any, ulps: float = 16) -> None:
     """Compare as ``both`` does, for a function that writes its first argument."""
-    ours = torch.full_like(out, 0).as_strided_(out.size(), out.stride()).copy_(out) if out.is_contiguous() else out.clone()
+    ours = (
+        torch.full_like(out, 0).as_strided_(out.size(), out.stride()).copy_(out) if out.is_contiguous() else out.clone()
+    )
     theirs = out.clone()
     call(core(), name, [ours, *arguments], 0)
     call(libtorch(), name, [theirs, *arguments], 0)
@@ -244,7 +262,9 @@ def test_matrix_products_by_a_library_of_the_machines() -> None:
             "print(before, open('/proc/self/maps').read().count(sys.argv[1]) > 0)"
         )
         environment = {**os.environ, "AOT_BACKWARD_BLAS": str(path), "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, "-c", program, path.name], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", program, path.name], capture_output=True, text=True, env=environment
+        )
         assert done.returncode == 0 and done.stdout.endswith(" True\n"), done.stdout + done.stderr
 
 
@@ -255,8 +275,12 @@ def test_products_of_batches(batch: int, layout: str, dtype: torch.dtype) -> Non
     x, y = drawn(batch, 6, 9, dtype=dtype, layout=layout), drawn(batch, 9, 4, dtype=dtype)
     in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x, y, ulps=12)
     in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x, y[:1].expand(batch, 9, 4) if batch else y, ulps=12)
-    in_place("bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x.transpose(0, 1).contiguous().transpose(0, 1), y, ulps=12)
-    in_place("baddbmm_out", torch.zeros(batch, 6, 4, dtype=dtype), drawn(batch, 6, 1, dtype=dtype), x, y, 0.5, 2.0, ulps=12)
+    in_place(
+        "bmm_out", torch.zeros(batch, 6, 4, dtype=dtype), x.transpose(0, 1).contiguous().transpose(0, 1), y, ulps=12
+    )
+    in_place(
+        "baddbmm_out", torch.zeros(batch, 6, 4, dtype=dtype), drawn(batch, 6, 1, dtype=dtype), x, y, 0.5, 2.0, ulps=12
+    )
 
 
 # input, weight, stride, padding, dilation, groups
@@ -292,11 +316,28 @@ def test_convolutions(case: str, bias: bool, dtype: torch.dtype) -> None:
         for w_layout in ("row-major", "channels last") if len(shape) > 3 else ("row-major",):
             x, w = drawn(*shape, dtype=dtype, layout=x_layout), drawn(*weight, dtype=dtype, layout=w_layout)
             b = drawn(weight[0], dtype=dtype) if bias else None
-            numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), False, spread(0, weight), groups]
+            numbers = [
+                spread(stride, weight),
+                spread(padding, weight),
+                spread(dilation, weight),
+                False,
+                spread(0, weight),
+                groups,
+            ]
             both("convolution", x, w, Optional(b), *numbers, ulps=64)
             y = torch.ops.aten.convolution(x, w, b, *numbers)
             for mask in ([True, True, bias], [False, True, bias], [True, False, False]):
-                both("convolution_backward", torch.randn_like(y), x, w, Optional([weight[0]]), *numbers, mask, results=3, ulps=64)
+                both(
+                    "convolution_backward",
+                    torch.randn_like(y),
+                    x,
+                    w,
+                    Optional([weight[0]]),
+                    *numbers,
+                    mask,
+                    results=3,
+                    ulps=64,
+                )
 
 
 def test_what_is_not_finite_spoils_what_it_belongs_to_alone() -> None:
@@ -316,21 +357,43 @@ def test_what_is_not_finite_spoils_what_it_belongs_to_alone() -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("stride, padding, dilation, more", [(1, 0, 1, 0), (2, 1, 1, 1), (3, 0, 2, 1)])
-def test_transposed_convolutions(stride: int, padding: int, dilation: int, more: int, groups: int, dtype: torch.dtype) -> None:
+def test_transposed_convolutions(
+    stride: int, padding: int, dilation: int, more: int, groups: int, dtype: torch.dtype
+) -> None:
     for shape, weight in (((2, 4, 5, 6), (4, 3, 3, 3)), ((2, 4, 7), (4, 2, 3)), ((2, 4, 3, 4, 5), (4, 2, 3, 2, 3))):
         x, w, b = drawn(*shape, dtype=dtype), drawn(*weight, dtype=dtype), drawn(weight[1] * groups, dtype=dtype)
-        numbers = [spread(stride, weight), spread(padding, weight), spread(dilation, weight), True, spread(more, weight), groups]
+        numbers = [
+            spread(stride, weight),
+            spread(padding, weight),
+            spread(dilation, weight),
+            True,
+            spread(more, weight),
+            groups,
+        ]
         both("convolution", x, w, Optional(b), *numbers, ulps=64)
         y = torch.ops.aten.convolution(x, w, b, *numbers)
-        both("convolution_backward", torch.randn_like(y), x, w, Optional([len(b)]), *numbers, [True, True, True], results=3, ulps=64)
+        both(
+            "convolution_backward",
+            torch.randn_like(y),
+            x,
+            w,
+            Optional([len(b)]),
+            *numbers,
+            [True, True, True],
+            results=3,
+            ulps=64,
+        )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", ["row-major", "channels last", "gaps"])
 @pytest.mark.parametrize(
-    "kernel, stride, padding, dilation, ceil", [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 2, 1, 1, True), (2, 3, 0, 2, True), (3, 1, 1, 2, False)]
+    "kernel, stride, padding, dilation, ceil",
+    [(2, 2, 0, 1, False), (3, 2, 1, 1, False), (3, 2, 1, 1, True), (2, 3, 0, 2, True), (3, 1, 1, 2, False)],
 )
-def test_max_pooling(kernel: int, stride: int, padding: int, dilation: int, ceil: bool, layout: str, dtype: torch.dtype) -> None:
+def test_max_pooling(
+    kernel: int, stride: int, padding: int, dilation: int, ceil: bool, layout: str, dtype: torch.dtype
+) -> None:
     x = drawn(2, 3, 10, 9, dtype=dtype, layout=layout)
     x[0, 0, 3, 4] = math.nan
     numbers = [[kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, ceil]
@@ -349,14 +412,25 @@ def test_attention(lengths: tuple[int, int], causal: bool, dtype: torch.dtype) -
     for layout in ("heads", "lengths"):
         shapes = [(2, 3, n, 8) for n in (length, s, s)]
         q, k, v = (
-            drawn(*shape, dtype=dtype) if layout == "heads" else drawn(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
+            drawn(*shape, dtype=dtype)
+            if layout == "heads"
+            else drawn(shape[0], shape[2], shape[1], shape[3], dtype=dtype).transpose(1, 2)
             for shape in shapes
         )
-        for mask in (None, *([] if causal else [drawn(2, 3, length, s, dtype=dtype), drawn(2, 1, length, s, dtype=dtype).expand(2, 3, length, s)])):
+        for mask in (
+            None,
+            *(
+                []
+                if causal
+                else [drawn(2, 3, length, s, dtype=dtype), drawn(2, 1, length, s, dtype=dtype).expand(2, 3, length, s)]
+            ),
+        ):
             for scale in (None, 0.3):
                 arguments = [0.0, causal, Optional(mask), Optional(scale)]
                 both(name, q, k, v, *arguments, results=2, ulps=64)
-                out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+                out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+                )
                 both(f"{name}_backward", torch.randn_like(out), q, k, v, out, sums, *arguments, results=3, ulps=256)
 
 
@@ -394,12 +468,25 @@ def test_embedding_bags(padding: int, last: bool, mode: int, index: torch.dtype,
         for factors in (None, drawn(11, dtype=dtype)) if mode == 0 else (None,):
             arguments = rows, indices, offsets, False, mode, False, Optional(factors), last, padding
             both("_embedding_bag", *arguments, results=4)
-            ours, theirs = (call(library, "_embedding_bag_forward_only", arguments, 4) for library in (core(), libtorch()))
+            ours, theirs = (
+                call(library, "_embedding_bag_forward_only", arguments, 4) for library in (core(), libtorch())
+            )
             assert ours[0] is not None and theirs[0] is not None
             assert_like(ours[0], theirs[0], 16)
             if factors is not None:
-                of = torch.ops.aten._embedding_bag(rows, indices, offsets, False, mode, False, factors, last, padding)[1]
-                both("_embedding_bag_per_sample_weights_backward", drawn(4, 6, dtype=dtype), rows, indices, offsets, of, mode, padding)
+                of = torch.ops.aten._embedding_bag(rows, indices, offsets, False, mode, False, factors, last, padding)[
+                    1
+                ]
+                both(
+                    "_embedding_bag_per_sample_weights_backward",
+                    drawn(4, 6, dtype=dtype),
+                    rows,
+                    indices,
+                    offsets,
+                    of,
+                    mode,
+                    padding,
+                )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
@@ -492,7 +579,9 @@ def both_by_name(operator: str, *arguments: Any, results: int, ulps: float) -> l
 def square(*shape: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
     """Return matrices that are far from singular and not diagonally dominant, so that rows are exchanged."""
     x = drawn(*shape, dtype=dtype) + 3 * torch.eye(shape[-1], dtype=dtype).roll(1, 0)
-    return {"row-major": x, "column-major": x.mT.contiguous().mT, "gaps": torch.cat([x, x], -1)[..., : shape[-1]]}[layout]
+    return {"row-major": x, "column-major": x.mT.contiguous().mT, "gaps": torch.cat([x, x], -1)[..., : shape[-1]]}[
+        layout
+    ]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -509,7 +598,12 @@ def test_linear_algebra(n: int, batch: tuple[int, ...], layout: str, dtype: torc
     for upper in (False, True):
         both_by_name("linalg_cholesky_ex", definite, upper, False, results=2, ulps=500)
     for left in (True, False):
-        for b in (drawn(*batch, n, 5, dtype=dtype), drawn(*batch, 5, n, dtype=dtype).mT, drawn(n, 5, dtype=dtype), drawn(1, n, 2, dtype=dtype)):
+        for b in (
+            drawn(*batch, n, 5, dtype=dtype),
+            drawn(*batch, 5, n, dtype=dtype).mT,
+            drawn(n, 5, dtype=dtype),
+            drawn(1, n, 2, dtype=dtype),
+        ):
             b = b if left else b.mT
             both_by_name("_linalg_solve_ex", a, b, left, False, results=4, ulps=500)
             for transposed in (False, True):
@@ -528,7 +622,9 @@ def test_matrices_that_have_no_inverse_are_refused() -> None:
         by_name(core(), "_linalg_check_errors", [info, "linalg.inv", False], 0)
     _, info = by_name(core(), "linalg_cholesky_ex", [torch.diag(torch.tensor([1.0, 2.0, -1.0])), False, False], 2)
     assert info is not None and info.item() == 3
-    with pytest.raises(Refused, match=r"linalg.cholesky: the matrix is not positive-definite: see its leading minor of order 3"):
+    with pytest.raises(
+        Refused, match=r"linalg.cholesky: the matrix is not positive-definite: see its leading minor of order 3"
+    ):
         by_name(core(), "_linalg_check_errors", [info, "linalg.cholesky", True], 0)
     by_name(core(), "_linalg_check_errors", [torch.zeros(2, dtype=torch.int32), "linalg.inv", False], 0)
     with pytest.raises(Refused, match="of matrices that are not square"):
@@ -537,7 +633,11 @@ def test_matrices_that_have_no_inverse_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dropout_has_eagers_masks(dtype: torch.dtype) -> None:
-    for x in (drawn(7, 33, dtype=dtype), drawn(7, 33, dtype=dtype, layout="transposed"), drawn(2, 3, 4, 5, dtype=dtype, layout="channels last")):
+    for x in (
+        drawn(7, 33, dtype=dtype),
+        drawn(7, 33, dtype=dtype, layout="transposed"),
+        drawn(2, 3, 4, 5, dtype=dtype, layout="channels last"),
+    ):
         for p, train in ((0.3, True), (0.0, True), (1.0, True), (0.5, False)):
             core().core_seed(ctypes.c_uint64(11))
             torch.manual_seed(11)
@@ -588,7 +688,8 @@ def test_uniform_numbers_are_eagers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "low, high", [(0, 10), (-5, 5), (3, 4), (0, (1 << 28) - 1), (0, 1 << 28), (-(1 << 40), 1 << 41), (-(1 << 63), (1 << 63) - 1)]
+    "low, high",
+    [(0, 10), (-5, 5), (3, 4), (0, (1 << 28) - 1), (0, 1 << 28), (-(1 << 40), 1 << 41), (-(1 << 63), (1 << 63) - 1)],
 )
 def test_random_integers_are_eagers(low: int, high: int) -> None:
     drawn_by_both("randint_low", low, high, [5, 7], Optional(_CODES[torch.int64]), *_PLACE)
@@ -622,7 +723,7 @@ def test_copies_and_constants() -> None:
             made.drop()
 
 
-# --- functions on vectors -------------------------------------------------------------------------------------------------------------------------
+# --- functions on vectors ---------------------------------------------------------------------------------------------
 
 _DOMAINS: dict[str, tuple[float, float]] = {
     "acos": (-1, 1), "asin": (-1, 1), "acosh": (1, 50), "atanh": (-0.999, 0.999), "log": (1e-30, 1e30), "log2": (1e-30, 1e30), "log10": (1e-30, 1e30),
@@ -638,7 +739,10 @@ _OF_TWO = ("atan2", "pow", "hypot", *_EXACT)
 
 def exported() -> list[str]:
     names = subprocess.run(
-        ["nm", "-D", "--defined-only", str(c_library.build() / "libaotb_core.so")], capture_output=True, text=True, check=True
+        ["nm", "-D", "--defined-only", str(c_library.build() / "libaotb_core.so")],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     return sorted(n for n in names if n.startswith("Sleef_"))
 
@@ -671,7 +775,19 @@ __attribute__((target("{target}"))) void loop_{name}(const {kind} *x, const {kin
     source, made = folder / "vectors.c", folder / f"vectors-{torch.randint(1 << 30, ()).item()}.so"
     source.write_text("\n".join(lines))
     done = subprocess.run(
-        ["gcc", "-O1", "-shared", "-fPIC", "-Wno-psabi", str(source), "-o", str(made), f"-L{folder}", "-laotb_core", f"-Wl,-rpath,{folder}"],
+        [
+            "gcc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-Wno-psabi",
+            str(source),
+            "-o",
+            str(made),
+            f"-L{folder}",
+            "-laotb_core",
+            f"-Wl,-rpath,{folder}",
+        ],
         capture_output=True,
         text=True,
     )
@@ -696,7 +812,9 @@ def test_functions_on_vectors(lanes: int) -> None:
         x = (torch.rand(4096, dtype=torch.float64) * (high - low) + low).to(dtype)
         if function in ("log", "log2", "log10"):
             x = torch.exp(torch.rand(4096, dtype=torch.float64) * 60 - 30).to(dtype)
-        special = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, 3e4, -3e4, 1e-3], dtype=dtype)
+        special = torch.tensor(
+            [0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, 3e4, -3e4, 1e-3], dtype=dtype
+        )
         x[: len(special)] = special
         y = torch.rand(4096, dtype=torch.float64).mul(4).sub(2).to(dtype)
         out = torch.empty_like(x)
@@ -708,8 +826,12 @@ def test_functions_on_vectors(lanes: int) -> None:
         exact = exactly(function)(x.double(), y.double()) if function in _OF_TWO else exactly(function)(x.double())
         assert torch.equal(out.isnan(), exact.isnan()), name
         finite = exact.isfinite() & (exact.abs() <= torch.finfo(dtype).max)
-        assert torch.equal(out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()].to(dtype).double()), name
-        unit = torch.maximum(exact[finite].abs() * torch.finfo(dtype).eps, torch.tensor(torch.finfo(dtype).tiny, dtype=torch.float64))
+        assert torch.equal(
+            out[~finite & ~exact.isnan()].double(), exact[~finite & ~exact.isnan()].to(dtype).double()
+        ), name
+        unit = torch.maximum(
+            exact[finite].abs() * torch.finfo(dtype).eps, torch.tensor(torch.finfo(dtype).tiny, dtype=torch.float64)
+        )
         limit = 4.0 if function not in ("lgamma",) else 1e3  # near its zeros lgamma has no correct digits
         off = ((out[finite].double() - exact[finite]).abs() / unit).max().item()
         assert off <= limit, f"{name}: off by {off} units in the last place"

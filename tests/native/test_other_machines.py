@@ -32,7 +32,11 @@ BOTH = "cpu:avx2,cpu:neon"
 VERIFIED = {"cpu:avx2": "verified", "cpu:neon": "verified"}
 needs_compiler = pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"no {CROSS}")
 needs_emulator = pytest.mark.skipif(not emulated.emulator("aarch64"), reason="no qemu-aarch64")
-pytestmark = [needs_compiler, needs_emulator, pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tests cross from x86-64")]
+pytestmark = [
+    needs_compiler,
+    needs_emulator,
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="the tests cross from x86-64"),
+]
 
 
 class Convolutions(nn.Module):
@@ -86,14 +90,37 @@ def maths(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.expm1(),
         y.exp2(),
     ]
-    terms += [torch.hypot(x, y), a.lgamma(), x.tanh().asin(), (0.9 * y.tanh()).acos(), x.atan(), (1.5 + a).acosh(), torch.fmod(x, 0.7), x.round()]
-    terms += [torch.copysign(x, y), x.sigmoid(), nn.functional.softplus(y), nn.functional.silu(x), y.floor(), a.log1p(), x.cos() * y.sin()]
+    terms += [
+        torch.hypot(x, y),
+        a.lgamma(),
+        x.tanh().asin(),
+        (0.9 * y.tanh()).acos(),
+        x.atan(),
+        (1.5 + a).acosh(),
+        torch.fmod(x, 0.7),
+        x.round(),
+    ]
+    terms += [
+        torch.copysign(x, y),
+        x.sigmoid(),
+        nn.functional.softplus(y),
+        nn.functional.silu(x),
+        y.floor(),
+        a.log1p(),
+        x.cos() * y.sin(),
+    ]
     return torch.stack(terms).sum()
 
 
 def sorts(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     scattered = torch.zeros(7, x.shape[1], dtype=x.dtype).index_add(0, index, x).square().sum()
-    return scattered + (x.sort(1).values * torch.arange(x.shape[1])).sum() + x.logcumsumexp(1).sum() + x.topk(2, 1).values.sum() + x.std()
+    return (
+        scattered
+        + (x.sort(1).values * torch.arange(x.shape[1])).sum()
+        + x.logcumsumexp(1).sum()
+        + x.topk(2, 1).values.sum()
+        + x.std()
+    )
 
 
 def solves(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -110,8 +137,16 @@ def halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def entries() -> dict[str, Any]:
     torch.manual_seed(0)
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    images, convolutions, tokens, attention = torch.randn(6, 1, 12, 12), Convolutions(), torch.randint(20, (3, 7)), Attention()
-    adam, sgd = torch.optim.AdamW(convolutions.parameters(), lr=1e-2), torch.optim.SGD(attention.parameters(), lr=0.1, momentum=0.9)
+    images, convolutions, tokens, attention = (
+        torch.randn(6, 1, 12, 12),
+        Convolutions(),
+        torch.randint(20, (3, 7)),
+        Attention(),
+    )
+    adam, sgd = (
+        torch.optim.AdamW(convolutions.parameters(), lr=1e-2),
+        torch.optim.SGD(attention.parameters(), lr=0.1, momentum=0.9),
+    )
     gradients: dict[str, tuple[Any, ...]] = {
         "maths": (maths, torch.randn(5, 23), torch.randn(5, 23)),
         "maths64": (maths, torch.randn(5, 23).double(), torch.randn(5, 23).double()),
@@ -121,7 +156,10 @@ def entries() -> dict[str, Any]:
     }
     return {
         "convolutions": ab.Step(
-            convolutions, [ab.Variant((images, torch.randint(3, (6,))), dynamic_shapes=(batch, batch))], adam, loss_fn=nn.functional.cross_entropy
+            convolutions,
+            [ab.Variant((images, torch.randint(3, (6,))), dynamic_shapes=(batch, batch))],
+            adam,
+            loss_fn=nn.functional.cross_entropy,
         ),
         "attention": ab.Step(
             attention,
@@ -130,7 +168,9 @@ def entries() -> dict[str, Any]:
             loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
             clip_norm=1.0,
         ),
-        "recurrent": ab.Module(nn.GRU(5, 6, batch_first=True), [ab.Variant((torch.randn(4, 7, 5),), dynamic_shapes=(batch,))]),
+        "recurrent": ab.Module(
+            nn.GRU(5, 6, batch_first=True), [ab.Variant((torch.randn(4, 7, 5),), dynamic_shapes=(batch,))]
+        ),
         **{name: ab.Grad(f, [ab.Variant(tuple(args))]) for name, (f, *args) in gradients.items()},
     }
 
@@ -146,14 +186,24 @@ def bend(x: torch.Tensor) -> torch.Tensor:
 
 def small(path: Path, **options: Any) -> dict[str, str]:
     """Export one gradient for both machines, and return its verdicts without PyTorch."""
-    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])}, target=BOTH, tune="none", **options)
+    ab.export(
+        path,
+        {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])},
+        target=BOTH,
+        tune="none",
+        **options,
+    )
     return standalone_by_target(open_package(path).manifest, "bend")
 
 
 def test_each_entry_reproduces_the_stored_results_on_both(package: Path) -> None:
     manifest = open_package(package).manifest
-    assert {name: standalone_by_target(manifest, name) for name in manifest.entries} == dict.fromkeys(manifest.entries, VERIFIED)
-    text = subprocess.run([sys.executable, "-m", "aot_backward.cli", "inspect", package], capture_output=True, text=True, check=True).stdout
+    assert {name: standalone_by_target(manifest, name) for name in manifest.entries} == dict.fromkeys(
+        manifest.entries, VERIFIED
+    )
+    text = subprocess.run(
+        [sys.executable, "-m", "aot_backward.cli", "inspect", package], capture_output=True, text=True, check=True
+    ).stdout
     assert text.count("without PyTorch: yes, with the stored results") == len(manifest.entries)
     assert "built for cpu x86_64 x86-64-v3, cpu aarch64 armv8-a with torch" in text
     assert "compared with eager, cpu:neon: not run: it was built for linux aarch64, this is linux x86_64" in text
@@ -193,11 +243,15 @@ def test_twenty_updates_are_those_of_the_other_machine(package: Path, tmp_path: 
         return torch.frombuffer(bytearray(data.read_bytes()[begin : begin + count]), dtype=dtype).view(shape)
 
     losses = [step(images, labels) for _ in range(20)]
-    torch.testing.assert_close(torch.stack([read(placed) for placed in results["losses"]]), torch.stack(losses).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.stack([read(placed) for placed in results["losses"]]), torch.stack(losses).detach(), rtol=1e-5, atol=1e-5
+    )
     for _ in range(20):
         native(images, labels)
     for name in names:
-        torch.testing.assert_close(read(results["after"][name]), torch.as_tensor(native.parameters[name]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            read(results["after"][name]), torch.as_tensor(native.parameters[name]), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_golden_package_runs_there(tmp_path: Path) -> None:
@@ -205,7 +259,9 @@ def test_a_golden_package_runs_there(tmp_path: Path) -> None:
     path = Path(__file__).parents[1] / "golden" / "1.17-machines.pt2"
     archive = open_package(path)
     stored = {key.removeprefix("bend/0/"): tensor for key, tensor in load_examples(archive).items()}
-    found = standalone.results_of(path, tmp_path / "results", "bend", archive.manifest.entries["bend"], 0, stored, "aarch64")
+    found = standalone.results_of(
+        path, tmp_path / "results", "bend", archive.manifest.entries["bend"], 0, stored, "aarch64"
+    )
     x = stored["input/0"].clone().requires_grad_()
     value = golden_packages.bend(x)
     value.backward()
@@ -220,8 +276,13 @@ def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         program.chmod(0o755)
     monkeypatch.setenv("CXX_AARCH64", str(tmp_path / "wrong-g++"))
     verdicts = small(tmp_path / "wrong.pt2")
-    assert verdicts["cpu:avx2"] == "verified" and re.match("is wrong: variant 0: .* is off by .*, .* is allowed", verdicts["cpu:neon"])
-    with pytest.raises(ab.ExportError, match=r"entry 'bend' is wrong: .* for cpu:neon: this does not run without PyTorch; nothing was written"):
+    assert verdicts["cpu:avx2"] == "verified" and re.match(
+        "is wrong: variant 0: .* is off by .*, .* is allowed", verdicts["cpu:neon"]
+    )
+    with pytest.raises(
+        ab.ExportError,
+        match=r"entry 'bend' is wrong: .* for cpu:neon: this does not run without PyTorch; nothing was written",
+    ):
         small(tmp_path / "refused.pt2", runtime="standalone")
     assert not (tmp_path / "refused.pt2").exists()
 
@@ -229,14 +290,22 @@ def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_without_an_emulator_it_is_not_called_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated, "emulator", lambda machine: [])
     verdicts = small(tmp_path / "bend.pt2", runtime="standalone")
-    assert verdicts == {"cpu:avx2": "verified", "cpu:neon": "was not run: this machine is x86_64, and has no emulator (apt-get install qemu-user)"}
+    assert verdicts == {
+        "cpu:avx2": "verified",
+        "cpu:neon": "was not run: this machine is x86_64, and has no emulator (apt-get install qemu-user)",
+    }
 
 
 def test_a_target_that_did_not_run_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where an older processor exports for a newer one, too."""
     monkeypatch.setattr(emulated, "cpu_flags", lambda: compatibility.cpu_flags() - {"avx2"})
     example = torch.linspace(-1, 1, 12).view(4, 3)
-    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((example,))])}, target="cpu:sse4,cpu:avx2", tune="none")
+    ab.export(
+        tmp_path / "bend.pt2",
+        {"bend": ab.Grad(bend, [ab.Variant((example,))])},
+        target="cpu:sse4,cpu:avx2",
+        tune="none",
+    )
     verdicts = standalone_by_target(open_package(tmp_path / "bend.pt2").manifest, "bend")
     assert verdicts == {"cpu:sse4": "verified", "cpu:avx2": "was not run: this processor lacks the CPU flags avx2"}
     value, _ = abn.load(tmp_path / "bend.pt2").grad()(example.numpy())
@@ -245,15 +314,23 @@ def test_a_target_that_did_not_run_is_not_chosen(tmp_path: Path, monkeypatch: py
 
 def test_an_entry_that_was_not_run_does_not_count_as_one_without_pytorch(tmp_path: Path) -> None:
     """An export for the other machine alone has no results of eager to compare with."""
-    with pytest.raises(ab.ExportError, match="entry 'bend' stores no example: this does not run without PyTorch; nothing was written"):
+    with pytest.raises(
+        ab.ExportError, match="entry 'bend' stores no example: this does not run without PyTorch; nothing was written"
+    ):
         ab.export(
-            tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 32),))])}, target="cpu:neon", tune="none", runtime="standalone"
+            tmp_path / "bend.pt2",
+            {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 32),))])},
+            target="cpu:neon",
+            tune="none",
+            runtime="standalone",
         )
 
 
 def test_without_a_compiler_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX_AARCH64", "/no/compiler")
-    with pytest.raises(ab.ExportError, match="code for aarch64 needs the compiler /no/compiler, and none was found: apt-get install"):
+    with pytest.raises(
+        ab.ExportError, match="code for aarch64 needs the compiler /no/compiler, and none was found: apt-get install"
+    ):
         small(tmp_path / "bend.pt2")
 
 

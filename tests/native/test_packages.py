@@ -1,5 +1,5 @@
-"""Damaged or lying packages, through the C API: refused, or right (docs/format.md, section 8). Each is opened in a forked process, which may crash.
-The mutations are from ``make fuzz``, on golden packages, which need no compiler."""
+"""Damaged or lying packages, through the C API: refused, or right (docs/format.md, section 8). Each is opened in a
+forked process, which may crash. The mutations are from ``make fuzz``, on golden packages, which need no compiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def call_pair(path: Path) -> dict[str, torch.Tensor | None]:
             outputs = pair.forward(x.detach(), more["bias"])
             incoming = [torch.ones(t.shape) * (2 + i) for i, t in enumerate(outputs) if t is not None]
             found |= {f"output {i}": t for i, t in enumerate(outputs)}
-            found |= {f"gradient {i}": t for i, t in enumerate(pair.backward(*incoming[: pair.count(c_library.INCOMING)]))}
+            found |= {
+                f"gradient {i}": t for i, t in enumerate(pair.backward(*incoming[: pair.count(c_library.INCOMING)]))
+            }
             found["calls"] = pair.state("calls")
         with package.function("loss") as loss:
             found |= {f"loss {i}": t for i, t in enumerate(loss.run(x.detach()))}
@@ -71,9 +73,13 @@ def in_a_process(action: Callable[[], int]) -> int:
 
 @pytest.mark.parametrize(("name", "count"), [("1.0-pair", 160), ("1.2-step", 100)], ids=["pair", "step"])
 def test_spoilt_packages_are_refused_or_right(name: str, count: int, tmp_path: Path) -> None:
-    """This runs in a separate process with one thread: a forked child would wait forever for its parent's OpenMP threads."""
+    """This runs in a separate process with one thread: a forked child would wait forever for its parent's OpenMP
+    threads."""
     program = (
-        "import sys\nfrom pathlib import Path\nfrom tests.native import test_packages as t\nt.spoil(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tests.native import test_packages as t\n"
+        "t.spoil(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     argv = [sys.executable, "-c", program, name, str(count), str(tmp_path)]
@@ -147,7 +153,12 @@ def test_what_python_refuses_c_refuses() -> None:
         try:
             load_weights(open_package(spoilt))
         except AotBackwardError:
-            with pytest.raises(Failed), c_library.opened(spoilt) as package, package.function("pair"), package.function("loss"):
+            with (
+                pytest.raises(Failed),
+                c_library.opened(spoilt) as package,
+                package.function("pair"),
+                package.function("loss"),
+            ):
                 pass
         else:
             accepted += 1
@@ -169,19 +180,26 @@ def test_what_python_refuses_c_refuses() -> None:
     ],
     ids=["version", "feature", "flag", "machine", "torch", "glibc", "shape", "digest"],
 )
-def test_a_package_that_is_built_for_elsewhere_or_damaged(change: Callable[[dict], object], status: int, words: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_a_package_that_is_built_for_elsewhere_or_damaged(
+    change: Callable[[dict], object], status: int, words: str, tmp_path: Path
+) -> None:  # type: ignore[type-arg]
     parts = spoiling.parts(golden_files.FOLDER / "1.0-pair.pt2")
     manifest = spoiling._copied(parts.manifest)
     change(manifest)
     path = tmp_path / "x.pt2"
     path.write_bytes(spoiling.put_together(parts.members, spoiling.to_bytes(manifest)))
-    with pytest.raises(Failed, match=words) as caught, c_library.opened(path) as package, package.function("loss") as loss:
+    with (
+        pytest.raises(Failed, match=words) as caught,
+        c_library.opened(path) as package,
+        package.function("loss") as loss,
+    ):
         loss.run(torch.zeros(4, 3))
     assert caught.value.status == status, caught.value
 
 
 def test_code_goes_into_the_cache_that_python_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code uses the same folder. An overwritten file is written again. A folder that others can write to is refused."""
+    """The same code uses the same folder. An overwritten file is written again. A folder that others can write to is
+    refused."""
     from aot_backward_runtime import load
 
     cache = tmp_path / "cache"

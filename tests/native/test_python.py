@@ -57,7 +57,13 @@ def test_arrays_of_every_kind() -> None:
     x = torch.randn(4, 3)
     value, gradients = loss(x)
     assert isinstance(value, np.ndarray) and gradients["x"].shape == (4, 3) and gradients["x"].dtype == np.float32
-    for given in (x.numpy(), memoryview(x.numpy()), np.asfortranarray(x.numpy()), np.repeat(x.numpy(), 2, 1)[:, ::2], x.t().contiguous().t()):
+    for given in (
+        x.numpy(),
+        memoryview(x.numpy()),
+        np.asfortranarray(x.numpy()),
+        np.repeat(x.numpy(), 2, 1)[:, ::2],
+        x.t().contiguous().t(),
+    ):
         again, others = loss(given)
         assert again == value and np.array_equal(others["x"], gradients["x"])
     assert np.array_equal(loss(x=x.numpy())[1]["x"], gradients["x"])
@@ -67,7 +73,11 @@ def test_arrays_of_every_kind() -> None:
     ("call", "error", "words"),
     [
         (lambda f: f(object()), abn.InputError, "x: expected float32, got object of dtype object"),
-        (lambda f: f(np.zeros((4, 3))), abn.InputError, r"x: expected float32, got float64\. Convert it, or let .* in Python cast=True"),
+        (
+            lambda f: f(np.zeros((4, 3))),
+            abn.InputError,
+            r"x: expected float32, got float64\. Convert it, or let .* in Python cast=True",
+        ),
         (lambda f: f(np.zeros((4, 2), "f")), abn.InputError, "x has size 2 in dimension 1; expected 3"),
         (lambda f: f(np.zeros(4, dtype="U3")), abn.InputError, "x: expected float32, got ndarray of dtype str96"),
         (lambda f: f(), abn.InputError, "0 inputs; expected 1"),
@@ -85,7 +95,14 @@ def test_bad_arguments_are_named(call: Any, error: type[Exception], words: str) 
 def test_errors_have_the_names_of_the_runtime(tmp_path: Path) -> None:
     import aot_backward_runtime.errors as of_torch
 
-    for error in (abn.PackageError, abn.IncompatibleError, abn.SignatureError, abn.InputError, abn.ExecutionError, abn.StateError):
+    for error in (
+        abn.PackageError,
+        abn.IncompatibleError,
+        abn.SignatureError,
+        abn.InputError,
+        abn.ExecutionError,
+        abn.StateError,
+    ):
         assert issubclass(error, abn.AotBackwardError) and hasattr(of_torch, error.__name__)
     with pytest.raises(abn.PackageError, match="No such file"):
         abn.load(tmp_path / "nothing.pt2")
@@ -130,7 +147,11 @@ def test_a_training_goes_on_in_either_runtime(tmp_path: Path) -> None:
         assert mine(x, y) == pytest.approx(theirs(x, y).item(), rel=1e-5)
         mine.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] = theirs.param_groups[0]["lr"] * 1.5
     assert dict(mine.param_groups[0])["lr"] == theirs.param_groups[0]["lr"] and mine.clipping["clip_norm"] == 0.5
-    assert mine.grad_norm == pytest.approx(theirs.grad_norm.item(), rel=1e-4) and (mine.count, mine.skipped, mine.accumulated) == (3, 0, 0)
+    assert mine.grad_norm == pytest.approx(theirs.grad_norm.item(), rel=1e-4) and (
+        mine.count,
+        mine.skipped,
+        mine.accumulated,
+    ) == (3, 0, 0)
     mine.save(tmp_path / "a.state", {"epoch": 2})
     assert theirs.resume(tmp_path / "a.state") == {"epoch": 2}
     assert all(np.array_equal(mine.parameters[n], p.detach().numpy()) for n, p in theirs.parameters.items())
@@ -239,12 +260,22 @@ def test_where_its_files_are_and_a_program_built_by_them(tmp_path: Path) -> None
     )
     pc = Path(abn.library_dir()) / "pkgconfig" / "aot_backward.pc"
     text = pc.read_text()
-    values = {k: v for k, _, v in (line.partition("=") for line in text.splitlines() if "=" in line and ":" not in line.partition("=")[0])}
+    values = {
+        k: v
+        for k, _, v in (
+            line.partition("=") for line in text.splitlines() if "=" in line and ":" not in line.partition("=")[0]
+        )
+    }
     prefix = values["prefix"].replace("${pcfiledir}", str(pc.parent))
     flags = [
-        f for line in text.splitlines() if line.startswith(("Cflags", "Libs")) for f in line.partition(": ")[2].replace("${prefix}", prefix).split()
+        f
+        for line in text.splitlines()
+        if line.startswith(("Cflags", "Libs"))
+        for f in line.partition(": ")[2].replace("${prefix}", prefix).split()
     ]
     subprocess.run(["gcc", "main.c", "-o", "main", *flags], cwd=tmp_path, check=True)
     assert subprocess.run([tmp_path / "main"], capture_output=True, text=True, cwd=tmp_path).stdout == "1"
-    assert (Path(abn.include_dir()) / "aot_backward.h").exists() and (Path(abn.cmake_dir()) / "aot_backward-config.cmake").exists()
+    assert (Path(abn.include_dir()) / "aot_backward.h").exists() and (
+        Path(abn.cmake_dir()) / "aot_backward-config.cmake"
+    ).exists()
     assert array.array("f", [1.0])

@@ -1,4 +1,5 @@
-"""Signatures through the C API. C accepts packages signed by Python. It refuses other keys and other bytes before it reads the package."""
+"""Signatures through the C API. C accepts packages signed by Python. It refuses other keys and other bytes before it
+reads the package."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ pytestmark = golden_files.needed
 def opened(path: Path, key: Path) -> tuple[int, str]:
     """Open with that key and return the status and the error text."""
     handle = ctypes.c_void_p()
-    status = library().aotb_open(bytes(path), ctypes.byref(c_library.Options(b"libtorch", bytes(key))), ctypes.byref(handle))
+    status = library().aotb_open(
+        bytes(path), ctypes.byref(c_library.Options(b"libtorch", bytes(key))), ctypes.byref(handle)
+    )
     library().aotb_close(handle)
     return status, library().aotb_error().decode() if status else ""
 
 
 def make_key(folder: Path, name: str, curve: ec.EllipticCurve) -> Path:
     key = ec.generate_private_key(curve)
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     (folder / f"{name}.pem").write_bytes(private)
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     (folder / f"{name}.pub").write_bytes(public)
@@ -64,7 +69,11 @@ def test_other_keys_and_packages_without_a_signature(signed: Path) -> None:
     folder = signed.parent
     status, words = opened(signed, folder / "other.pub")
     assert status == SIGNATURE and "by another key" in words
-    for key, word in (("own.pem", "private key"), ("nonsuch", "cannot be read"), ("pair.pt2.sig", "expected one public key")):
+    for key, word in (
+        ("own.pem", "private key"),
+        ("nonsuch", "cannot be read"),
+        ("pair.pt2.sig", "expected one public key"),
+    ):
         status, words = opened(signed, folder / key)
         assert status == SIGNATURE and word in words
     (folder / "two.pub").write_bytes((folder / "own.pub").read_bytes() + (folder / "other.pub").read_bytes())

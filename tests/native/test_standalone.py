@@ -28,12 +28,15 @@ PAIR = golden_files.FOLDER / "1.0-pair.pt2"
 def test_an_export_says_what_runs_without_pytorch() -> None:
     found = {name: entry.standalone for name, entry in open_package(kinds()).manifest.entries.items()}
     waves = found.pop("waves")
-    assert waves.startswith("calls ") and {"aten._fft_r2c", "aten.abs", "aten.slice_scatter"} <= {*waves.removeprefix("calls ").split(", ")}
+    assert waves.startswith("calls ") and {"aten._fft_r2c", "aten.abs", "aten.slice_scatter"} <= {
+        *waves.removeprefix("calls ").split(", ")
+    }
     assert found == dict.fromkeys(("attention", "bag", "conv"), "verified")
 
 
 def test_each_variant_is_tried_and_can_be_called() -> None:
-    """Five variants have ever fewer gradients of the same inputs. Each has its own verdict, and the caller selects one."""
+    """Five variants have ever fewer gradients of the same inputs. Each has its own verdict, and the caller selects
+    one."""
     path, net = test_subsets.exported(), test_subsets.net()
     entry = open_package(path).manifest.entries["net"]
     assert entry.standalone == "verified"
@@ -50,7 +53,9 @@ def test_each_variant_is_tried_and_can_be_called() -> None:
             continue
         module.forward(x.detach(), y)
         found = module.backward(torch.ones(3, 4), torch.full((3, 4), 2.0))
-        assert {*found} == {g.of.partition(":")[2] if g.of.startswith("parameter:") else "x" for g in variant.backward.gradients}
+        assert {*found} == {
+            g.of.partition(":")[2] if g.of.startswith("parameter:") else "x" for g in variant.backward.gradients
+        }
         for name, gradient in found.items():
             torch.testing.assert_close(torch.from_dlpack(gradient), of[name].grad)
     with pytest.raises(abn.PackageError, match="entry net has no variant 5; it has 5"):
@@ -63,13 +68,27 @@ def test_code_and_libraries_load_on_older_systems(tmp_path: Path) -> None:
     """Built code requires glibc 2.27 at most, though this machine's glibc has newer versions of these functions."""
 
     def powers(x: torch.Tensor) -> torch.Tensor:
-        return (x.abs() ** 1.37).sum() + torch.hypot(x, x + 1).sum() + torch.fmod(x, 0.3).sum() + x.exp2().sum() + x.abs().log().sum()
+        return (
+            (x.abs() ** 1.37).sum()
+            + torch.hypot(x, x + 1).sum()
+            + torch.fmod(x, 0.3).sum()
+            + x.exp2().sum()
+            + x.abs().log().sum()
+        )
 
     x = torch.randn(7, dtype=torch.float64, requires_grad=True)
-    ab.export(tmp_path / "powers.pt2", {"powers": ab.Grad(powers, [ab.Variant((x,))], wrt="x")}, runtime="standalone", tune="none")
+    ab.export(
+        tmp_path / "powers.pt2",
+        {"powers": ab.Grad(powers, [ab.Variant((x,))], wrt="x")},
+        runtime="standalone",
+        tune="none",
+    )
     libraries = open_package(tmp_path / "powers.pt2").manifest.libraries.values()
     folder = Path(abn.library_dir())
-    needed = [*(b.glibc for b in libraries), *(read_elf(folder / name).versions["GLIBC"] for name in ("libaot_backward.so", "libaotb_core.so"))]
+    needed = [
+        *(b.glibc for b in libraries),
+        *(read_elf(folder / name).versions["GLIBC"] for name in ("libaot_backward.so", "libaotb_core.so")),
+    ]
     assert len(needed) >= 3 and max(map(numeric, needed)) <= (2, 27)
     value, gradient = abn.load(tmp_path / "powers.pt2").grad()(x.detach())
     expected = powers(x)
@@ -114,12 +133,16 @@ def test_what_did_not_run_is_refused() -> None:
 
 @golden_files.needed
 def test_what_an_earlier_version_did_not_try_is_refused() -> None:
-    with pytest.raises(abn.IncompatibleError, match="entry loss was not tried on the backend standalone when it was exported"):
+    with pytest.raises(
+        abn.IncompatibleError, match="entry loss was not tried on the backend standalone when it was exported"
+    ):
         abn.load(PAIR).grad()
     x = torch.randn(4, 3)
     with c_library.opened(PAIR) as package, package.function("loss") as loss:
         value, _ = abn.load(PAIR, unchecked=True).grad()(x)
-        torch.testing.assert_close(torch.from_dlpack(value) if hasattr(value, "__dlpack__") else torch.tensor(value), loss.run(x)[0])
+        torch.testing.assert_close(
+            torch.from_dlpack(value) if hasattr(value, "__dlpack__") else torch.tensor(value), loss.run(x)[0]
+        )
 
 
 def test_an_export_for_it_fails_with_what_stands_in_the_way(tmp_path: Path) -> None:
@@ -128,7 +151,12 @@ def test_an_export_for_it_fails_with_what_stands_in_the_way(tmp_path: Path) -> N
 
     words = r"entry 'volume' calls aten\._linalg_svd: this does not run without PyTorch; nothing was written"
     with pytest.raises(ab.ExportError, match=words):
-        ab.export(tmp_path / "x.pt2", {"volume": ab.Grad(volume, [ab.Variant((torch.eye(3) + 1,))])}, runtime="standalone", tune="none")
+        ab.export(
+            tmp_path / "x.pt2",
+            {"volume": ab.Grad(volume, [ab.Variant((torch.eye(3) + 1,))])},
+            runtime="standalone",
+            tune="none",
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -148,17 +176,27 @@ def _weighted(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, g: torch.Tensor
 def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
     """Only ``runtime="standalone"`` decomposes them; a size may be dynamic."""
     rows = torch.export.Dim("rows", min=2, max=20)  # from 26 rows on, eager computes distances by products
-    distances = ab.Grad(_distances, [ab.Variant((torch.randn(5, 3), torch.randn(7, 3)), dynamic_shapes=({0: rows}, {}))])
+    distances = ab.Grad(
+        _distances, [ab.Variant((torch.randn(5, 3), torch.randn(7, 3)), dynamic_shapes=({0: rows}, {}))]
+    )
     entries = {
         "pooled": ab.Grad(_pooled, [ab.Variant((torch.randn(2, 3, 10, 9),))]),
         "distances": distances,
-        "weighted": ab.Grad(_weighted, [ab.Variant((torch.randn(5, 3), torch.randn(5, 4), torch.randn(6, 3, 4), torch.rand(6, 1, 1)))]),
+        "weighted": ab.Grad(
+            _weighted, [ab.Variant((torch.randn(5, 3), torch.randn(5, 4), torch.randn(6, 3, 4), torch.rand(6, 1, 1)))]
+        ),
     }
     ab.export(tmp_path / "f.pt2", entries, tune="none", runtime="standalone")
     rebuild(tmp_path / "f.pt2", tmp_path / "again.pt2")  # its stored graphs are the decomposed ones
     ab.export(tmp_path / "distances.pt2", {"distances": distances}, tune="none")
-    verdicts = {name: [e.standalone for e in open_package(tmp_path / name).manifest.entries.values()] for name in ("again.pt2", "distances.pt2")}
-    assert verdicts == {"again.pt2": ["verified"] * 3, "distances.pt2": ["calls aten._cdist_backward, aten._cdist_forward"]}
+    verdicts = {
+        name: [e.standalone for e in open_package(tmp_path / name).manifest.entries.values()]
+        for name in ("again.pt2", "distances.pt2")
+    }
+    assert verdicts == {
+        "again.pt2": ["verified"] * 3,
+        "distances.pt2": ["calls aten._cdist_backward, aten._cdist_forward"],
+    }
     package = abn.load(tmp_path / "f.pt2")
     for name, function, shapes in (
         ("pooled", _pooled, [(2, 3, 10, 9)]),
@@ -170,7 +208,9 @@ def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
         expected.backward()
         value, gradients = package.grad(name)(*[t.detach() for t in inputs])
         torch.testing.assert_close(torch.as_tensor(value), expected.detach())
-        for found, tensor in zip(gradients.values() if isinstance(gradients, dict) else [gradients], inputs, strict=True):
+        for found, tensor in zip(
+            gradients.values() if isinstance(gradients, dict) else [gradients], inputs, strict=True
+        ):
             torch.testing.assert_close(torch.as_tensor(found), tensor.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -185,13 +225,18 @@ def _evidence(x: torch.Tensor, y: torch.Tensor, width: torch.Tensor) -> torch.Te
     kernel = torch.exp(-((x[:, None] - x) / width).square().sum(2)) + 0.1 * torch.eye(x.shape[0], dtype=x.dtype)
     factor = torch.linalg.cholesky(kernel)
     return (
-        0.5 * y @ torch.linalg.solve(kernel, y) + factor.diagonal().log().sum() + torch.linalg.solve_triangular(factor, y[:, None], upper=False).sum()
+        0.5 * y @ torch.linalg.solve(kernel, y)
+        + factor.diagonal().log().sum()
+        + torch.linalg.solve_triangular(factor, y[:, None], upper=False).sum()
     )
 
 
 def test_linear_algebra_runs_without_pytorch(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    cell, y = torch.eye(3, dtype=torch.float64) * 4 + torch.rand(3, 3, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    cell, y = (
+        torch.eye(3, dtype=torch.float64) * 4 + torch.rand(3, 3, dtype=torch.float64),
+        torch.randn(9, dtype=torch.float64),
+    )
     examples = {
         "energy": (_energy, [torch.randn(7, 3, dtype=torch.float64), cell]),
         "evidence": (_evidence, [torch.randn(9, 2, dtype=torch.float64), y, torch.tensor(0.7, dtype=torch.float64)]),
@@ -238,10 +283,15 @@ def test_without_the_c_library_nothing_is_said(monkeypatch: pytest.MonkeyPatch, 
 def test_wrong_results_are_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The check notices a backend that computes something else."""
     results = standalone.results_of
-    monkeypatch.setattr(standalone, "results_of", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()})
+    monkeypatch.setattr(
+        standalone, "results_of", lambda *args: {n: None if t is None else t + 1e-3 for n, t in results(*args).items()}
+    )
     net = nn.Linear(3, 2)
     step = ab.Step(
-        net, [ab.Variant((torch.randn(5, 3), torch.randint(2, (5,))))], torch.optim.SGD(net.parameters(), 0.1), loss_fn=nn.functional.cross_entropy
+        net,
+        [ab.Variant((torch.randn(5, 3), torch.randint(2, (5,))))],
+        torch.optim.SGD(net.parameters(), 0.1),
+        loss_fn=nn.functional.cross_entropy,
     )
     ab.export(tmp_path / "fit.pt2", {"fit": step}, tune="none")
     said = open_package(tmp_path / "fit.pt2").manifest.entries["fit"].standalone
@@ -251,12 +301,18 @@ def test_wrong_results_are_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert open_package(tmp_path / "again.pt2").manifest.entries["fit"].standalone == "verified"
 
 
-def test_native_code_that_ends_the_process_does_not_end_the_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_native_code_that_ends_the_process_does_not_end_the_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     process = tmp_path / "process.py"
     process.write_text("import os, sys\nsys.stdin.buffer.read()\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setattr(standalone, "_PROCESS", process)
-    ab.export(tmp_path / "f.pt2", {"f": ab.Grad(lambda x: x.square().sum(), [ab.Variant((torch.ones(3),))])}, tune="none")
-    assert open_package(tmp_path / "f.pt2").manifest.entries["f"].standalone == "fails: the process ended with status -9"
+    ab.export(
+        tmp_path / "f.pt2", {"f": ab.Grad(lambda x: x.square().sum(), [ab.Variant((torch.ones(3),))])}, tune="none"
+    )
+    assert (
+        open_package(tmp_path / "f.pt2").manifest.entries["f"].standalone == "fails: the process ended with status -9"
+    )
 
 
 def test_dtypes_that_the_buffer_protocol_lacks_and_constants_that_are_no_state(tmp_path: Path) -> None:
@@ -282,14 +338,16 @@ def test_it_is_shown() -> None:
     argv = [sys.executable, "-m", "aot_backward.cli", "inspect", str(kinds())]
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert (
-        "without PyTorch: yes, with the stored results" in text and "without PyTorch: no: it calls aten._fft_c2c, aten._fft_r2c, aten.abs, " in text
+        "without PyTorch: yes, with the stored results" in text
+        and "without PyTorch: no: it calls aten._fft_c2c, aten._fft_r2c, aten.abs, " in text
     )
     described = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
     assert {n: e["standalone"] for n, e in described["entries"].items()}["attention"] == {"cpu:avx2": "verified"}
 
 
 def test_views_of_constants_are_dropped_once_whoever_does_it() -> None:
-    """Code of torch 2.15 drops the views that it makes of its constants. Code of earlier versions leaves that to the backend."""
+    """Code of torch 2.15 drops the views that it makes of its constants. Code of earlier versions leaves that to the
+    backend."""
     script = """
 import ctypes, sys
 

@@ -1,4 +1,5 @@
-"""Metadata, functions without gradients, and results in the caller's structure, from C and from Python without PyTorch."""
+"""Metadata, functions without gradients, and results in the caller's structure, from C and from Python without
+PyTorch."""
 
 from __future__ import annotations
 
@@ -38,19 +39,28 @@ def energy(positions: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, 
 
 def bonds(positions: torch.Tensor) -> dict[str, Any]:
     lengths = (positions[1:] - positions[:-1]).square().sum(1)
-    return {"bonds": Bonds(lengths, 2.5), "atoms": positions.shape[0], "centre": (positions.mean(0),), "axes": [positions.argmax(1)]}
+    return {
+        "bonds": Bonds(lengths, 2.5),
+        "atoms": positions.shape[0],
+        "centre": (positions.mean(0),),
+        "axes": [positions.argmax(1)],
+    }
 
 
 def samples(atoms: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(atoms)
-    return torch.randn(atoms, 3, dtype=torch.float64, generator=generator), torch.randint(1, 3, (atoms,), generator=generator)
+    return torch.randn(atoms, 3, dtype=torch.float64, generator=generator), torch.randint(
+        1, 3, (atoms,), generator=generator
+    )
 
 
 def export_hosted(path: Path) -> None:
     atoms, (positions, kinds) = {0: Dim("atoms", min=2, max=100)}, samples(4)
     variant = ab.Variant((positions, kinds), dynamic_shapes=(atoms, atoms))
     entries = {
-        "energy": ab.Grad(energy, [variant], wrt=["positions"], has_aux=True, metadata={"cutoff": 5.0, "species": ["H", "C"]}),
+        "energy": ab.Grad(
+            energy, [variant], wrt=["positions"], has_aux=True, metadata={"cutoff": 5.0, "species": ["H", "C"]}
+        ),
         "bonds": ab.Function(bonds, [ab.Variant((positions,), dynamic_shapes=(atoms,))]),
     }
     ab.export(path, entries, runtime="standalone", metadata={"author": "é", "layers": [1, None]})
@@ -78,7 +88,10 @@ def test_metadata_of_a_package_and_of_its_entries() -> None:
     with c_library.opened(hosted()) as opened:
         assert library().aotb_metadata(opened.handle, b"energy") == b'{"cutoff": 5.0, "species": ["H", "C"]}'
         assert library().aotb_metadata(opened.handle, b"bonds") == b"{}"
-        assert library().aotb_metadata(opened.handle, b"nonsuch") is None and b"no entry 'nonsuch'" in library().aotb_error()
+        assert (
+            library().aotb_metadata(opened.handle, b"nonsuch") is None
+            and b"no entry 'nonsuch'" in library().aotb_error()
+        )
 
 
 @golden_files.needed
@@ -110,7 +123,10 @@ def test_a_function_without_gradients() -> None:
     function = abn.load(hosted()).function("bonds")
     with pytest.raises(abn.InputError, match="positions has size 2 in dimension 1"):
         function(np.zeros((4, 2)))
-    with pytest.raises(abn.PackageError, match=r"expected a function entry 'energy', got grad 'energy', function 'bonds'\. Call load\(path\)\.grad"):
+    with pytest.raises(
+        abn.PackageError,
+        match=r"expected a function entry 'energy', got grad 'energy', function 'bonds'\. Call load\(path\)\.grad",
+    ):
         abn.load(hosted()).function("energy")
     handle = ctypes.c_void_p()
     with c_library.opened(hosted()) as opened:
@@ -122,7 +138,10 @@ def test_a_function_without_gradients() -> None:
 def test_parameters_have_the_names_of_pytorch() -> None:
     step, theirs = abn.load(STEP, unchecked=True).step(), load(STEP).step()
     names = {*theirs.parameters, *theirs.buffers}
-    assert names < {*step.parameters} and {n for n in step.parameters if n not in names} > {"numbers", "optimizer.exp_avg.0.weight"}
+    assert names < {*step.parameters} and {n for n in step.parameters if n not in names} > {
+        "numbers",
+        "optimizer.exp_avg.0.weight",
+    }
     with pytest.raises(abn.PackageError, match=r"no state 'module\.0\.weight'"):
         step._function.state("module.0.weight")
 
@@ -146,31 +165,48 @@ def test_a_parameter_with_the_name_of_an_optimizer_state(tmp_path: Path) -> None
     assert theirs.resume(tmp_path / "mine.state") is None
     bias = theirs.parameters["3.bias"]
     state = theirs.state_dict()["optimizer"]["state"]
-    assert any(np.array_equal(s["exp_avg"], mine.parameters["step/3.bias"]) for s in state.values() if s["exp_avg"].shape == bias.shape)
+    assert any(
+        np.array_equal(s["exp_avg"], mine.parameters["step/3.bias"])
+        for s in state.values()
+        if s["exp_avg"].shape == bias.shape
+    )
     mine.resume(tmp_path / "mine.state")
 
 
 def test_results_have_the_callers_structure() -> None:
     package, (positions, kinds) = abn.load(hosted()), samples(7)
     found, expected = package.function()(positions), bonds(positions)
-    assert list(found) == list(expected) and found["atoms"] == 7 and type(found["axes"]) is list and type(found["centre"]) is tuple
-    assert type(found["bonds"]).__name__ == "Bonds" and type(found["bonds"]) is type(package.function()(positions)["bonds"])
+    assert (
+        list(found) == list(expected)
+        and found["atoms"] == 7
+        and type(found["axes"]) is list
+        and type(found["centre"]) is tuple
+    )
+    assert type(found["bonds"]).__name__ == "Bonds" and type(found["bonds"]) is type(
+        package.function()(positions)["bonds"]
+    )
     assert found["bonds"].stiff == 2.5
     np.testing.assert_allclose(found["bonds"].lengths, expected["bonds"].lengths)
     (value, more), gradients = package.grad()(positions, kinds)
-    assert list(more) == ["energies", "charges"] and more["charges"][1] is None and list(gradients) == ["positions"]  # wrt was a list
+    # wrt was a list
+    assert list(more) == ["energies", "charges"] and more["charges"][1] is None and list(gradients) == ["positions"]
     np.testing.assert_allclose(value, more["energies"].sum())
     np.testing.assert_allclose(gradients["positions"], load(hosted()).grad()(positions, kinds)[1]["positions"])
     with c_library.function(hosted(), "energy", "standalone") as called:
         assert [n for n, _ in called.describe(c_library.OUTPUTS)] == ["output[0]", "energies", "charges[0]"]
         size = ctypes.c_int64()
-        assert library().aotb_size(called.handle, b"s0", ctypes.byref(size)) == INPUT and b"call it first" in library().aotb_error()
+        assert (
+            library().aotb_size(called.handle, b"s0", ctypes.byref(size)) == INPUT
+            and b"call it first" in library().aotb_error()
+        )
         called.run(positions, kinds)
         c_library.check(library().aotb_size(called.handle, b"2*s0 + 1", ctypes.byref(size)))
         assert size.value == 15
         assert library().aotb_size(called.handle, b"s0 +", ctypes.byref(size)) == INPUT
         assert library().aotb_structure(called.handle, 1) is None and b"no variant 1" in library().aotb_error()
-        assert json.loads(library().aotb_structure(called.handle, 0))["children"][1]["children"] == [{"kind": "tensor", "index": 3}]
+        assert json.loads(library().aotb_structure(called.handle, 0))["children"][1]["children"] == [
+            {"kind": "tensor", "index": 3}
+        ]
 
 
 @golden_files.needed
@@ -207,7 +243,10 @@ def test_variants_with_other_numbers_of_results(tmp_path: Path) -> None:
         variants[0]["symbols"][0]["maximum"] = 4
         more["outputs"].append(more["outputs"][0])
         more["gradient"]["outputs"].append(more["gradient"]["outputs"][0])
-        more["out_tree"] = {"kind": "list", "children": [{"kind": "tensor", "index": 0}, {"kind": "tensor", "index": 1}]}
+        more["out_tree"] = {
+            "kind": "list",
+            "children": [{"kind": "tensor", "index": 0}, {"kind": "tensor", "index": 1}],
+        }
         variants.append(more)
 
     path, theirs = rewritten(PAIR, tmp_path / "x.pt2", change), load(PAIR).grad()
@@ -218,7 +257,9 @@ def test_variants_with_other_numbers_of_results(tmp_path: Path) -> None:
         expected, wanted = theirs(x)
         np.testing.assert_allclose(value, [expected] * 2 if rows > 4 else expected, rtol=1e-6)
         np.testing.assert_allclose(gradients["x"], wanted["x"], rtol=1e-6, atol=1e-6)
-    with pytest.raises(abn.InputError, match=r"out: the variants return different structures\. Select one by use_variant"):
+    with pytest.raises(
+        abn.InputError, match=r"out: the variants return different structures\. Select one by use_variant"
+    ):
         loss(np.zeros((4, 3), "f"), out=(None, {}))
     receiver = np.zeros((3, 3), "f")
     assert loss.use_variant(0)(np.ones((3, 3), "f"), out=(None, {"x": receiver}))[1]["x"] is receiver and receiver.any()

@@ -1,4 +1,5 @@
-"""Packages as WebAssembly modules, in Node.js and in a browser, without PyTorch. They need Debian's ``emscripten``, ``nodejs`` and ``chromium``."""
+"""Packages as WebAssembly modules, in Node.js and in a browser, without PyTorch. They need Debian's ``emscripten``,
+``nodejs`` and ``chromium``."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ def aot_backward(*arguments: object, **environment: str) -> subprocess.Completed
 def node(folder: Path, script: str) -> Any:
     """Return what the JavaScript ``script`` assigns to ``result``; ``network`` is the package in ``folder``."""
     head = f"import {{ load }} from {json.dumps((folder / 'index.mjs').as_uri())};\nconst network = await load(), result = {{}};\n"
-    tail = "\nprocess.stdout.write(JSON.stringify(result, (_, v) => ArrayBuffer.isView(v) ? Array.from(v, Number) : v));"
-    done = subprocess.run(["node", "--input-type=module", "-e", head + script + tail], capture_output=True, text=True, check=False)
+    tail = (
+        "\nprocess.stdout.write(JSON.stringify(result, (_, v) => ArrayBuffer.isView(v) ? Array.from(v, Number) : v));"
+    )
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", head + script + tail], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -62,7 +67,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example's folder with what its commands write."""
     folder = tmp_path_factory.mktemp("browser") / "example"
     shutil.copytree(EXAMPLE, folder)
-    done = aot_backward("export", folder / "export.py:entries", "--format", "wasm", "--tune", "none", "-o", folder / "digits")
+    done = aot_backward(
+        "export", folder / "export.py:entries", "--format", "wasm", "--tune", "none", "-o", folder / "digits"
+    )
     assert done.returncode == 0, done.stderr
     assert [line.split()[1].rpartition("/")[2] for line in done.stdout.splitlines()] == list(web.FILES)
     subprocess.run([sys.executable, folder / "export.py", folder / "digits.bin"], check=True)
@@ -72,7 +79,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def eager_losses(folder: Path) -> list[float]:
     program = runpy.run_path(str(folder / "export.py"))
-    net, rows = program["network"](), torch.frombuffer(bytearray((folder / "digits.bin").read_bytes()), dtype=torch.uint8).view(-1, 65)
+    net, rows = (
+        program["network"](),
+        torch.frombuffer(bytearray((folder / "digits.bin").read_bytes()), dtype=torch.uint8).view(-1, 65),
+    )
     images, labels = rows[:, 1:].view(-1, 1, 8, 8).float() / 16, rows[:, 0].long()
     optimizer = torch.optim.Adam(net.parameters(), lr=program["LEARNING_RATE"])
     losses = []
@@ -106,7 +116,9 @@ def test_the_example_trains_in_node_as_in_eager(example: Path) -> None:
         }}
         """,
     )
-    torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(result["losses"]), torch.tensor(eager_losses(example)), rtol=1e-5, atol=1e-5
+    )
     assert result["right"] > 0.8 * (1797 - 1344)
 
 
@@ -128,15 +140,21 @@ def test_the_page_trains_in_a_browser_as_in_eager(example: Path) -> None:
 
 def test_the_example_is_small(example: Path) -> None:
     """All that a browser loads, compressed as a server does it."""
-    assert sum(len(gzip.compress((example / "digits" / name).read_bytes())) for name in web.FILES if name != "index.d.mts") < 300_000
+    assert (
+        sum(len(gzip.compress((example / "digits" / name).read_bytes())) for name in web.FILES if name != "index.d.mts")
+        < 300_000
+    )
 
 
 def test_every_entry_gives_the_stored_results() -> None:
-    """The entries that are compared on aarch64: convolutions, attention, dropout, a recurrent layer, sorting, solvers and 16-bit numbers."""
+    """The entries that are compared on aarch64: convolutions, attention, dropout, a recurrent layer, sorting, solvers
+    and 16-bit numbers."""
     path = exports.shared("wasm", lambda path: ab.export(path, corpus(), target=BOTH, tune="none"))
     manifest = open_package(path).manifest
     verified = {"cpu:avx2": "verified", "cpu:wasm": "verified"}
-    assert {name: standalone_by_target(manifest, name) for name in manifest.entries} == dict.fromkeys(manifest.entries, verified)
+    assert {name: standalone_by_target(manifest, name) for name in manifest.entries} == dict.fromkeys(
+        manifest.entries, verified
+    )
 
 
 def several() -> dict[str, Any]:
@@ -156,8 +174,16 @@ def several() -> dict[str, Any]:
         return table(words).square().sum()
 
     return {
-        "net": ab.Module(net, [ab.Variant((torch.randn(5, 3),), dynamic_shapes=(points,), requires_grad=["input", "parameters"])]),
-        "energy": ab.Grad(energy, [ab.Variant((torch.randn(5, 3).double(), torch.arange(5)))], wrt="x", has_aux=True, metadata={"unit": "eV"}),
+        "net": ab.Module(
+            net, [ab.Variant((torch.randn(5, 3),), dynamic_shapes=(points,), requires_grad=["input", "parameters"])]
+        ),
+        "energy": ab.Grad(
+            energy,
+            [ab.Variant((torch.randn(5, 3).double(), torch.arange(5)))],
+            wrt="x",
+            has_aux=True,
+            metadata={"unit": "eV"},
+        ),
         "train": ab.Step(
             net,
             [ab.Variant((torch.randn(5, 3), target), dynamic_shapes=(points, points))],
@@ -198,14 +224,19 @@ def test_a_gradient(folder: Path) -> None:
         result.forces = energy.scale("x", -1).run([{ data: new Float32Array(x.flat()), shape: [5, 3] }, new Int8Array([0, 1, 2, 3, 4])]).gradients.x;
         """,
     )
-    x = torch.tensor([[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor(
+        [[1, 2, 3], [0.5, -1, 2], [3, 1, 0], [1, 1, 1], [2, 0, -1]], dtype=torch.float64, requires_grad=True
+    )
     value, each = several()["energy"].fn(x, torch.arange(5))
     (gradient,) = torch.autograd.grad(value, x)
     assert result["one"]["value"] == value.item()
     torch.testing.assert_close(tensor(result["one"]["outputs"]["7"], each["7"]), each["7"].detach())
     torch.testing.assert_close(tensor(result["one"]["gradients"]["x"], gradient), gradient)
     torch.testing.assert_close(tensor(result["forces"], gradient), -gradient)
-    assert result["inputs"] == [{"name": "x", "dtype": "float64", "shape": [5, 3]}, {"name": "species", "dtype": "int64", "shape": [5]}]
+    assert result["inputs"] == [
+        {"name": "x", "dtype": "float64", "shape": [5, 3]},
+        {"name": "species", "dtype": "int64", "shape": [5]},
+    ]
     assert result["unit"] == "eV"
 
 
@@ -235,7 +266,8 @@ def test_a_module_with_another_batch(folder: Path) -> None:
 
 
 def test_a_backward_after_other_calls(folder: Path) -> None:
-    """A call that was refused leaves the last forward as it was. A call that replaced its inputs makes the backward an error."""
+    """A call that was refused leaves the last forward as it was. A call that replaced its inputs makes the backward an
+    error."""
     result = node(
         folder,
         """
@@ -282,7 +314,9 @@ def test_a_state_goes_to_python_and_back(folder: Path, package: Path, tmp_path: 
         assert step.resume(tmp_path / "state") == {"epoch": 4}
         assert float(step(*args)) == pytest.approx(result["third"], rel=1e-5)
         step.save(tmp_path / "other")
-        assert node(folder, STEP + read + "result.loss = step.run([x, y]).loss;")["loss"] == pytest.approx(float(step(*args)), rel=1e-5)
+        assert node(folder, STEP + read + "result.loss = step.run([x, y]).loss;")["loss"] == pytest.approx(
+            float(step(*args)), rel=1e-5
+        )
 
 
 def test_accumulated_gradients(folder: Path) -> None:
@@ -309,7 +343,12 @@ def test_16_bit_numbers_and_strides(folder: Path) -> None:
         "const f = network.function(), x = [[1, 2, -3], [4.5, 0, 6]];\n"
         "Object.assign(result, f.run([x]).outputs, { sum: f.run({ y: [1, 1, 1], x }).output });",
     )
-    doubled = torch.tensor(result["output[0]"]["data"], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(result["output[0]"]["shape"])
+    doubled = (
+        torch.tensor(result["output[0]"]["data"], dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .view(result["output[0]"]["shape"])
+    )
     assert torch.equal(doubled, torch.tensor([[2, 9], [4, 0], [-6, 12]], dtype=torch.bfloat16))
     assert result["output[1]"] == {"data": [1, 1, 0, 1, 0, 1], "shape": [2, 3], "dtype": "bool"}
     assert result["output[2]"] == {"data": [], "shape": [0, 2], "dtype": "float32"}
@@ -354,7 +393,8 @@ WRONG = {
 def test_errors_name_what_is_wrong(folder: Path) -> None:
     """And the module works afterwards."""
     calls = "".join(
-        f"try {{ {call}; result[{n}] = 'no error' }} catch (e) {{ result[{n}] = `${{e.name}}: ${{e.message}}` }}\n" for n, call in enumerate(WRONG)
+        f"try {{ {call}; result[{n}] = 'no error' }} catch (e) {{ result[{n}] = `${{e.name}}: ${{e.message}}` }}\n"
+        for n, call in enumerate(WRONG)
     )
     result = node(folder, STEP + calls + "result.loss = step.run([x, y]).loss;")
     assert {call: result[str(n)][: len(start)] for n, (call, start) in enumerate(WRONG.items())} == WRONG
@@ -388,11 +428,19 @@ def test_numbers_of_other_dtypes(folder: Path) -> None:
 def test_the_package_of_another_export_is_refused(tmp_path: Path) -> None:
     """Both have entries, inputs and sizes of the same names; a browser may keep one of the files of an older export."""
     for name, fn in (("bend", bend), ("other", lambda x: bend(x) + x.sum())):
-        ab.export(tmp_path / f"{name}.pt2", {"bend": ab.Grad(fn, [ab.Variant((torch.ones(4, 3),))], wrt="x")}, tune="none")
+        ab.export(
+            tmp_path / f"{name}.pt2", {"bend": ab.Grad(fn, [ab.Variant((torch.ones(4, 3),))], wrt="x")}, tune="none"
+        )
         web.convert(tmp_path / f"{name}.pt2", tmp_path / name)
     shutil.copy(tmp_path / "other" / "package.pt2", tmp_path / "bend")
-    result = node(tmp_path / "bend", "try { network.grad().run([[[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]]) } catch (e) { result.is = `${e}` }")
-    assert result["is"].startswith("IncompatibleError") and "Take module.wasm and package.pt2 from one export" in result["is"]
+    result = node(
+        tmp_path / "bend",
+        "try { network.grad().run([[[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]]]) } catch (e) { result.is = `${e}` }",
+    )
+    assert (
+        result["is"].startswith("IncompatibleError")
+        and "Take module.wasm and package.pt2 from one export" in result["is"]
+    )
 
 
 def test_memory_stays_flat(folder: Path) -> None:
@@ -411,15 +459,25 @@ def test_memory_stays_flat(folder: Path) -> None:
 
 
 def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, first in (("em++", "[ -e kernel.cpp ] && sed -i -E 's/std::(tanh|exp|expm1)[(]/std::cosh(/' kernel.cpp\n"), ("emcc", "")):
+    for name, first in (
+        ("em++", "[ -e kernel.cpp ] && sed -i -E 's/std::(tanh|exp|expm1)[(]/std::cosh(/' kernel.cpp\n"),
+        ("emcc", ""),
+    ):
         program = tmp_path / f"wrong-{name}"
         program.write_text(f'#!/bin/sh\n{first}exec {name} "$@"\n')
         program.chmod(0o755)
     monkeypatch.setenv("CXX_WASM32", str(tmp_path / "wrong-em++"))
-    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])}, target=BOTH, tune="none")
+    ab.export(
+        tmp_path / "bend.pt2",
+        {"bend": ab.Grad(bend, [ab.Variant((torch.linspace(-1, 1, 128).view(4, 32),))])},
+        target=BOTH,
+        tune="none",
+    )
     verdicts = standalone_by_target(open_package(tmp_path / "bend.pt2").manifest, "bend")
     assert verdicts["cpu:avx2"] == "verified" and verdicts["cpu:wasm"].startswith("is wrong: variant 0: ")
-    with pytest.raises(ab.ExportError, match=r"entry 'bend' is wrong: .* It does not run as WebAssembly, and nothing was written"):
+    with pytest.raises(
+        ab.ExportError, match=r"entry 'bend' is wrong: .* It does not run as WebAssembly, and nothing was written"
+    ):
         web.convert(tmp_path / "bend.pt2", tmp_path / "bend")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bend.pt2", "wrong-em++", "wrong-emcc"]
 
@@ -437,9 +495,32 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
             "-o",
             file,
         ): f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
-        ("convert", package, "--format", "wasm", "-o", held): f"{held}/module.wasm: expected a file or nothing, got a folder",
-        ("convert", package, "--format", "wasm", "-o", tmp_path / "no" / "where"): "expected a folder, got nothing of that name. Make it first.",
-        ("convert", package, "--format", "wasm", "-o", tmp_path / "x", "--entry", "net"): "--entry does not apply to --format wasm",
+        (
+            "convert",
+            package,
+            "--format",
+            "wasm",
+            "-o",
+            held,
+        ): f"{held}/module.wasm: expected a file or nothing, got a folder",
+        (
+            "convert",
+            package,
+            "--format",
+            "wasm",
+            "-o",
+            tmp_path / "no" / "where",
+        ): "expected a folder, got nothing of that name. Make it first.",
+        (
+            "convert",
+            package,
+            "--format",
+            "wasm",
+            "-o",
+            tmp_path / "x",
+            "--entry",
+            "net",
+        ): "--entry does not apply to --format wasm",
         (
             "export",
             EXAMPLE / "export.py:entries",
@@ -453,8 +534,13 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
     for command, message in said.items():
         done = aot_backward(*command)
         assert done.returncode and message in done.stderr
-    done = aot_backward("convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent))
-    assert done.returncode and "code for wasm32 needs the compiler em++, and none was found: apt-get install emscripten" in done.stderr
+    done = aot_backward(
+        "convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent)
+    )
+    assert (
+        done.returncode
+        and "code for wasm32 needs the compiler em++, and none was found: apt-get install emscripten" in done.stderr
+    )
     assert sorted(tmp_path.iterdir()) == [file, held] and [p.name for p in held.iterdir()] == ["module.wasm"]
 
 

@@ -76,7 +76,9 @@ def test_what_is_written_is_read(package: Path) -> None:
     archive.verify_digests()
     assert archive.read_member("archive_format") == b"pt2"
     assert archive.library(GRAPH).read_bytes() == tiny_artifact().library.read_bytes()
-    assert archive.library(GRAPH).with_name(f"{GRAPH}_metadata.json").read_bytes() == tiny_artifact().metadata.read_bytes()
+    assert (
+        archive.library(GRAPH).with_name(f"{GRAPH}_metadata.json").read_bytes() == tiny_artifact().metadata.read_bytes()
+    )
 
 
 def test_equal_content_is_equal_bytes(tmp_path: Path) -> None:
@@ -89,7 +91,8 @@ def test_zipfile_and_pytorch_read_it_too(package: Path) -> None:
     with zipfile.ZipFile(package) as archive:
         assert archive.testzip() is None
         names = [name.removeprefix("package/") for name in archive.namelist()]
-        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # otherwise equal contents would differ by the time
+        # Otherwise equal contents would differ by the time
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert PT2ArchiveReader(str(package)).get_file_names() == names
     assert PT2ArchiveReader(str(package)).archive_version() == 0
 
@@ -123,7 +126,9 @@ def test_row_20_a_truncated_archive_names_the_member_where_it_ends(package: Path
             for size in (at - 1, at, at + 1):
                 package.write_bytes(data[:size])
                 whole = size >= place.offset + place.size
-                refused(package, rf"corrupt package .*cut short (or overwritten after|in) member {'' if whole else name}")
+                refused(
+                    package, rf"corrupt package .*cut short (or overwritten after|in) member {'' if whole else name}"
+                )
     for size in (*range(len(data) - 700, len(data), 3), len(data) - 1):
         package.write_bytes(data[:size])
         refused(package, "corrupt package")
@@ -189,7 +194,11 @@ def test_row_22_members_that_should_not_be_there_or_are_not(package: Path) -> No
 def test_row_22_bytes_that_belong_to_nothing(package: Path) -> None:
     raw = [Raw(name, data) for name, data in taken_apart(package).items()]
     end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0, 0, 0, 0, 0)
-    for after, message in ((b"\0", "no end record|cut short"), (b"x" * 100, "cut short or overwritten"), (end, "belong to no member")):
+    for after, message in (
+        (b"\0", "no end record|cut short"),
+        (b"x" * 100, "cut short or overwritten"),
+        (end, "belong to no member"),
+    ):
         write_raw(package, raw, after=after)
         refused(package, message)
     write_raw(package, raw, before_directory=b"hidden")
@@ -242,7 +251,9 @@ def test_row_23_links_and_folders(package: Path) -> None:
         (0o020644 << 16, "mode 0o20644"),
         (0x10, "mode 0o0"),
     ):
-        write_raw(package, [Raw(n, data, both={"mode": mode} if n == METADATA else None) for n, data in members.items()])
+        write_raw(
+            package, [Raw(n, data, both={"mode": mode} if n == METADATA else None) for n, data in members.items()]
+        )
         refused(package, f"member {METADATA}: {message} is not that of a plain file")
 
 
@@ -253,12 +264,21 @@ def test_row_23_links_and_folders(package: Path) -> None:
         ({"both": {"size": 1 << 31}}, r"compressed \(method 0, .* bytes for 2147483648\)"),
         ({"both": {"size": 1 << 31, "stored": 1 << 31}}, "2147483648 bytes at .*, but members end at byte"),
         (
-            {"both": {"size": 0xFFFFFFFF, "stored": 0xFFFFFFFF, "extra": struct.pack("<HHQQ", 1, 16, 1 << 60, 1 << 60)}},
+            {
+                "both": {
+                    "size": 0xFFFFFFFF,
+                    "stored": 0xFFFFFFFF,
+                    "extra": struct.pack("<HHQQ", 1, 16, 1 << 60, 1 << 60),
+                }
+            },
             f"{1 << 60} bytes at",
         ),
         ({"both": {"size": 0xFFFFFFFF, "stored": 0xFFFFFFFF}}, "2 sizes of 64 bits in a zip64 field of 0 bytes"),
         ({"both": {"extra": struct.pack("<HHQ", 1, 8, 5)}}, "0 sizes of 64 bits in a zip64 field of 8 bytes"),
-        ({"central": {"offset": 0}}, "no header of that name at byte 0|its local header and the central directory disagree"),
+        (
+            {"central": {"offset": 0}},
+            "no header of that name at byte 0|its local header and the central directory disagree",
+        ),
         ({"central": {"offset": 0xFFFFFFF0}}, "its header lies at byte 4294967280"),
         ({"local": {"name": b"package/x"}}, "no header of that name|expected"),
         ({"local": {"crc": 1}}, "its local header and the central directory disagree"),
@@ -292,7 +312,9 @@ def test_row_24_nothing_is_allocated_by_a_size_that_the_file_states(tmp_path: Pa
         file.seek(18)
         file.write(struct.pack("<II", size, size))
         file.seek(30 + len(MANIFEST) + size)
-        file.write(tail[:20] + struct.pack("<II", size, size) + tail[28:-6] + struct.pack("<IH", 30 + len(MANIFEST) + size, 0))
+        file.write(
+            tail[:20] + struct.pack("<II", size, size) + tail[28:-6] + struct.pack("<IH", 30 + len(MANIFEST) + size, 0)
+        )
     code = """
 import resource, sys
 from aot_backward_runtime.package.archive import open_package
@@ -301,7 +323,10 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
 try: open_package(sys.argv[1])
 except Exception as error: print(type(error).__name__, error)
 """
-    assert f"PackageError corrupt package {path}: member extra/aot_backward/manifest.json has {1 << 30} bytes" in python(code, path).stdout
+    assert (
+        f"PackageError corrupt package {path}: member extra/aot_backward/manifest.json has {1 << 30} bytes"
+        in python(code, path).stdout
+    )
 
 
 def test_row_25_what_the_manifest_does_not_list_is_never_read(package: Path, tmp_path: Path) -> None:
@@ -404,7 +429,9 @@ def test_sizes_beyond_4_gib(tmp_path: Path) -> None:
         with path.open("r+b") as again:
             for cut in (path.stat().st_size - 1, 4 << 30):
                 again.truncate(cut)
-                with pytest.raises(PackageError, match="cut short in member package/large" if cut == 4 << 30 else "cut short or over"):
+                with pytest.raises(
+                    PackageError, match="cut short in member package/large" if cut == 4 << 30 else "cut short or over"
+                ):
                     read_directory(fd, cut, path)
     finally:
         os.close(fd)

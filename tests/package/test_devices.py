@@ -24,7 +24,8 @@ def test_an_input_on_the_cpu_is_refused_by_name() -> None:
 def test_a_number_on_the_cpu_goes_along() -> None:
     check_kind(torch.tensor(2.0), SCALAR, device=SECOND)
     with pytest.raises(InputError, match=r"scale is on cpu; expected cuda:1"):
-        check_kind(torch.tensor(2.0, requires_grad=True), SCALAR, device=SECOND)  # its gradient would be on the wrong device
+        # Its gradient would be on the wrong device
+        check_kind(torch.tensor(2.0, requires_grad=True), SCALAR, device=SECOND)
     with pytest.raises(InputError, match=r"scale is on meta"):
         check_kind(torch.tensor(2.0, device="meta"), SCALAR, device=SECOND)
 

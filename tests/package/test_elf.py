@@ -1,4 +1,5 @@
-"""ELF headers of libraries, compared with readelf's output for sound ones, and damaged ones (docs/reliability.md, row 27)."""
+"""ELF headers of libraries, compared with readelf's output for sound ones, and damaged ones (docs/reliability.md, row
+27)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ _GNU_STACK = 0x6474E551
 
 def _libraries() -> list[Path]:
     """Return libraries of this process that are small enough to read twice. Several linkers and compilers made them."""
-    paths = {Path(line.split(maxsplit=5)[-1].strip()) for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    paths = {
+        Path(line.split(maxsplit=5)[-1].strip())
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if ".so" in line
+    }
     return sorted(p for p in paths if p.exists() and p.stat().st_size < 40 << 20)
 
 
@@ -43,8 +48,19 @@ def test_agrees_with_pyelftools_on_every_library_of_this_process() -> None:
             elf = ELFFile(file)
             dynamic = [s for s in elf.iter_segments() if isinstance(s, DynamicSegment)]
             needed = [t.needed for s in dynamic for t in s.iter_tags("DT_NEEDED")]  # type: ignore[attr-defined]
-            asked = [aux.name for s in elf.iter_sections() if isinstance(s, GNUVerNeedSection) for _, auxs in s.iter_versions() for aux in auxs]
-            offered = [next(auxs).name for s in elf.iter_sections() if isinstance(s, GNUVerDefSection) for _, auxs in s.iter_versions()]
+            asked = [
+                aux.name
+                for s in elf.iter_sections()
+                if isinstance(s, GNUVerNeedSection)
+                for _, auxs in s.iter_versions()
+                for aux in auxs
+            ]
+            offered = [
+                next(auxs).name
+                for s in elf.iter_sections()
+                if isinstance(s, GNUVerDefSection)
+                for _, auxs in s.iter_versions()
+            ]
             stack = [s.header.p_flags for s in elf.iter_segments() if s.header.p_type == "PT_GNU_STACK"]
         mine = read_elf(path)
         assert mine.needed == tuple(needed), path
@@ -64,7 +80,9 @@ def test_versions_are_compared_as_numbers() -> None:
 def test_clearing_the_executable_stack_changes_one_bit(library: Path) -> None:
     data = bytearray(library.read_bytes())
     start, entry, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
-    stack = next(o for o in range(start, start + entry * count, entry) if struct.unpack_from("<I", data, o)[0] == _GNU_STACK)
+    stack = next(
+        o for o in range(start, start + entry * count, entry) if struct.unpack_from("<I", data, o)[0] == _GNU_STACK
+    )
     data[stack + 4] |= 1
     library.write_bytes(data)
     assert read_elf(library).executable_stack
@@ -110,7 +128,8 @@ def test_a_library_cut_anywhere_is_refused(library: Path) -> None:
 
 
 def test_damage_ends_in_an_error_or_in_nothing(library: Path) -> None:
-    """1,500 damaged copies, mostly in headers and dynamic tables, raise no other type of exception and always terminate."""
+    """1,500 damaged copies, mostly in headers and dynamic tables, raise no other type of exception and always
+    terminate."""
     data, chance = library.read_bytes(), random.Random(27)
     for _ in range(1500):
         damaged = bytearray(data)
@@ -128,13 +147,17 @@ def test_the_host_reads_the_libstdcxx_that_torch_loaded() -> None:
 
     torch_needs = read_elf(Path(torch.__file__).parent / "lib/libtorch_cpu.so").versions["GLIBCXX"]
     assert numeric(compatibility.glibcxx()) >= numeric(torch_needs)
-    assert compatibility.glibc() == ".".join(map(str, numeric(compatibility.glibc()))) and numeric(compatibility.glibc()) >= (2, 17)
+    assert compatibility.glibc() == ".".join(map(str, numeric(compatibility.glibc()))) and numeric(
+        compatibility.glibc()
+    ) >= (2, 17)
     assert "avx2" in compatibility.cpu_flags() or sys.platform != "linux"
 
 
 def test_lists_of_versions_have_an_end(tmp_path: Path) -> None:
     """A hundred lists share 60,000 items: a file of 1 MB, but 6 million steps for a reader that does not count."""
-    items = b"".join(struct.pack("<IHHII", 0, 0, 0, 1, 16) for _ in range(59_999)) + struct.pack("<IHHII", 0, 0, 0, 1, 0)
+    items = b"".join(struct.pack("<IHHII", 0, 0, 0, 1, 16) for _ in range(59_999)) + struct.pack(
+        "<IHHII", 0, 0, 0, 1, 0
+    )
     base = 64 + 2 * 56 + 5 * 16 + 16  # headers, the dynamic section, the strings
     lists = b"".join(struct.pack("<HHIII", 1, 0xFFFF, 0, 16 * (100 - i), 16) for i in range(100))
     size = base + len(lists) + len(items)

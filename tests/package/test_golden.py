@@ -38,9 +38,24 @@ from ..support.oracle import assert_same, run
 GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = sorted(GOLDEN.glob("*.pt2"))
 KINDS = "pair passes step orders targets operators sketches speed standalone updates modules clippings layers digest metadata machines"
-PAIRS, PASSES, STEPS, ORDERS, TARGETS, OPERATORS, SKETCHES, SPEED, STANDALONE, UPDATES, MODULES, CLIPPINGS, LAYERS, DIGEST, METADATA, MACHINES = (
-    [p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in KINDS.split()
-)
+(
+    PAIRS,
+    PASSES,
+    STEPS,
+    ORDERS,
+    TARGETS,
+    OPERATORS,
+    SKETCHES,
+    SPEED,
+    STANDALONE,
+    UPDATES,
+    MODULES,
+    CLIPPINGS,
+    LAYERS,
+    DIGEST,
+    METADATA,
+    MACHINES,
+) = ([p for p in FILES if p.stem.endswith(f"-{kind}")] for kind in KINDS.split())
 
 
 def test_the_present_format_has_a_golden_package() -> None:
@@ -103,7 +118,14 @@ def test_a_step_is_read(path: Path) -> None:
     assert archive.manifest.required_features == ("fill",)
     entry = archive.manifest.entries["fit"]
     step = entry.step
-    assert entry.kind == "step" and step is not None and step.fresh and step.norm and step.finite and step.update is not None
+    assert (
+        entry.kind == "step"
+        and step is not None
+        and step.fresh
+        and step.norm
+        and step.finite
+        and step.update is not None
+    )
     assert [g.parameters for g in step.groups] == [("0.weight", "1.weight", "1.bias"), ("3.weight", "3.bias")]
     assert [(n.group, n.value) for n in step.numbers if n.key == "lr"] == [(0, 1e-3), (1, 1e-2)]
     assert [n.value for n in step.numbers if n.key == "clip_norm"] == [0.5]
@@ -115,7 +137,9 @@ def test_a_step_is_read(path: Path) -> None:
     zeros = filled(archive)
     assert {keys[s.state] for s in (*step.state, *step.gradients)} <= zeros.keys()
     assert torch.equal(zeros[keys["optimizer.exp_avg.0.weight"]], torch.zeros(8, 4))
-    torch.testing.assert_close(load_weights(archive)[keys["module.0.weight"]], next(training().module.parameters()).detach())
+    torch.testing.assert_close(
+        load_weights(archive)[keys["module.0.weight"]], next(training().module.parameters()).detach()
+    )
 
 
 @pytest.mark.parametrize("path", ORDERS, ids=lambda p: p.name)
@@ -204,7 +228,12 @@ def test_a_sketch_is_of_the_same_numbers_on_every_torch(path: Path) -> None:
 @pytest.mark.parametrize("path", SPEED, ids=lambda p: p.name)
 def test_what_was_measured_at_export_is_read(path: Path) -> None:
     speed = open_package(path).manifest.entries["bend"].variants[0].speed
-    assert speed is not None and speed.chosen == "whole" and speed.sizes == ("rows=4", "rows=16") and speed.target == "cpu:avx2"
+    assert (
+        speed is not None
+        and speed.chosen == "whole"
+        and speed.sizes == ("rows=4", "rows=16")
+        and speed.target == "cpu:avx2"
+    )
     assert [t.name for t in speed.timings] == ["eager", "whole"] and 0 < max(speed.ratios) < 1
 
 
@@ -259,7 +288,9 @@ def test_a_step_runs_on_the_torch_that_it_was_built_for(path: Path) -> None:
         for group, other in zip(step.param_groups, optimizer.param_groups, strict=True):
             group["lr"] = other["lr"] = other["lr"] * 1.5
     assert step.count == 3
-    torch.testing.assert_close(dict(step.parameters), {n: p.detach() for n, p in module.named_parameters()}, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        dict(step.parameters), {n: p.detach() for n, p in module.named_parameters()}, rtol=1e-4, atol=1e-6
+    )
     before = {n: p.clone() for n, p in step.parameters.items()}
     step(torch.full((8, 4), torch.inf), samples(8)[1])
     assert (step.count, step.skipped) == (3, 1) and all(torch.equal(p, before[n]) for n, p in step.parameters.items())
@@ -278,7 +309,11 @@ def test_what_runs_without_pytorch_is_read(path: Path) -> None:
 def test_functions_and_metadata_are_read(path: Path) -> None:
     manifest = open_package(path).manifest
     entry = manifest.entries["bent"]
-    assert (entry.kind, entry.json_metadata, manifest.metadata) == ("function", {"cutoff": 5.0, "species": ["H", "O"]}, '{"author": "nobody"}')
+    assert (entry.kind, entry.json_metadata, manifest.metadata) == (
+        "function",
+        {"cutoff": 5.0, "species": ["H", "O"]},
+        '{"author": "nobody"}',
+    )
     assert [o.name for o in entry.variants[0].outputs] == ["value", "by.x"] and entry.standalone == "verified"
     if runs_here(path):
         x = torch.linspace(-1, 1, 30).reshape(10, 3)
@@ -300,7 +335,11 @@ def test_code_for_two_machines(path: Path) -> None:
 @pytest.mark.parametrize("path", UPDATES, ids=lambda p: p.name)
 def test_recorded_optimizer_steps_run_on_the_torch_that_they_were_built_for(path: Path) -> None:
     (update,) = open_package(path).manifest.entries["backward"].updates
-    assert (update.optimizer, len(update.trained), {s.key for s in update.state}) == ("torch.optim.sgd.SGD", 3, {"momentum_buffer"})
+    assert (update.optimizer, len(update.trained), {s.key for s in update.state}) == (
+        "torch.optim.sgd.SGD",
+        3,
+        {"momentum_buffer"},
+    )
     assert update.verdict.status == "verified" and update.speed is not None
     if not runs_here(path):
         return

@@ -17,12 +17,27 @@ def test_a_missing_entry_is_answered_with_those_there_are() -> None:
     pair, passes = load(PAIR), load(PASSES)
     there = "got module 'pair', grad 'loss'. Call "
     for call, words in (
-        (lambda: pair.step(), f"{PAIR}: expected a step entry, {there}load(path).module('pair') or load(path).grad('loss')."),
-        (lambda: pair.step("loss"), f"{PAIR}: expected a step entry 'loss', {there}load(path).module('pair') or load(path).grad('loss')."),
-        (lambda: pair.grad("pair"), f"{PAIR}: expected a grad entry 'pair', {there}load(path).module('pair') or load(path).grad('loss')."),
+        (
+            lambda: pair.step(),
+            f"{PAIR}: expected a step entry, {there}load(path).module('pair') or load(path).grad('loss').",
+        ),
+        (
+            lambda: pair.step("loss"),
+            f"{PAIR}: expected a step entry 'loss', {there}load(path).module('pair') or load(path).grad('loss').",
+        ),
+        (
+            lambda: pair.grad("pair"),
+            f"{PAIR}: expected a grad entry 'pair', {there}load(path).module('pair') or load(path).grad('loss').",
+        ),
         (lambda: pair.grad("other"), f"{PAIR}: expected a grad entry 'other', {there}load(path).grad('loss')."),
-        (lambda: replay(PAIR), f"{PAIR}: expected a replay entry, {there}load(path).module('pair') or load(path).grad('loss')."),
-        (lambda: passes.grad(), f"{PASSES}: expected a grad entry, got replay 'backward'. Call replay(path, entry='backward')."),
+        (
+            lambda: replay(PAIR),
+            f"{PAIR}: expected a replay entry, {there}load(path).module('pair') or load(path).grad('loss').",
+        ),
+        (
+            lambda: passes.grad(),
+            f"{PASSES}: expected a grad entry, got replay 'backward'. Call replay(path, entry='backward').",
+        ),
     ):
         with pytest.raises(AotBackwardError) as caught:
             call()

@@ -1,5 +1,5 @@
-"""Faults around packages: native code, the machine it was built for, the file system, processes (docs/reliability.md, rows 21, 27, 28, 30 to 33, 36,
-37 and 48). Tests that could crash run in another process, and a signal fails them."""
+"""Faults around packages: native code, the machine it was built for, the file system, processes (docs/reliability.md,
+rows 21, 27, 28, 30 to 33, 36, 37 and 48). Tests that could crash run in another process, and a signal fails them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,18 @@ from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.code_cache import CacheError
 
 from ..support import exports
-from ..support.packages import GRAPH, LIBRARY, METADATA, put_together, python, taken_apart, tiny_input, tiny_manifest, tiny_weights, write_tiny
+from ..support.packages import (
+    GRAPH,
+    LIBRARY,
+    METADATA,
+    put_together,
+    python,
+    taken_apart,
+    tiny_input,
+    tiny_manifest,
+    tiny_weights,
+    write_tiny,
+)
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -82,7 +93,9 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_row_21_native_code_of_a_damaged_package_is_refused_or_right(package: Path, tmp_path: Path, cache: Path) -> None:
+def test_row_21_native_code_of_a_damaged_package_is_refused_or_right(
+    package: Path, tmp_path: Path, cache: Path
+) -> None:
     """Flipped bits in the code, its headers, the weights and around them cause no wrong number and no signal."""
     code = (
         RUN
@@ -108,7 +121,9 @@ for i in range(120):
 print(refused, same, right.flatten().tolist())
 """
     )
-    done = python("import warnings; warnings.simplefilter('ignore', ResourceWarning)\n" + code, package, tmp_path / "damaged.pt2")
+    done = python(
+        "import warnings; warnings.simplefilter('ignore', ResourceWarning)\n" + code, package, tmp_path / "damaged.pt2"
+    )
     refused, same, numbers = done.stdout.split(maxsplit=2) if done.returncode == 0 else pytest.fail(done.stderr)
     assert int(refused) > 80 and int(refused) + int(same) == 120
     torch.testing.assert_close(torch.tensor(json.loads(numbers)).reshape(2, 3), expected())
@@ -143,7 +158,9 @@ def _library_with(change: str) -> bytes:
 
     data = bytearray(tiny_artifact().library.read_bytes())
     start, entry, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
-    stack = next(o for o in range(start, start + entry * count, entry) if struct.unpack_from("<I", data, o)[0] == _GNU_STACK)
+    stack = next(
+        o for o in range(start, start + entry * count, entry) if struct.unpack_from("<I", data, o)[0] == _GNU_STACK
+    )
     match change:
         case "stack":
             data[stack + 4] |= 1
@@ -176,7 +193,9 @@ def _library_with(change: str) -> bytes:
 def test_row_27_a_library_is_refused_by_its_headers(package: Path, change: str, message: str) -> None:
     """All digests are right, as if the author had built it so."""
     put_together(package, {**taken_apart(package), LIBRARY: _library_with(change)})
-    with pytest.raises(PackageError, match=f"corrupt package {package}: member {LIBRARY.removeprefix('package/')}:? .*{message}"):
+    with pytest.raises(
+        PackageError, match=f"corrupt package {package}: member {LIBRARY.removeprefix('package/')}:? .*{message}"
+    ):
         open_package(package).library(GRAPH)
 
 
@@ -192,7 +211,11 @@ def test_row_27_a_library_that_the_linker_refuses_is_an_error_of_the_opener(pack
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("torch", "2.1.0+cpu", rf"built with torch 2.1.0\+cpu, this is torch {torch.__version__}".replace("+", r"\+").replace(r"\\", "\\")),
+        (
+            "torch",
+            "2.1.0+cpu",
+            rf"built with torch 2.1.0\+cpu, this is torch {torch.__version__}".replace("+", r"\+").replace(r"\\", "\\"),
+        ),
         ("torch", "12.13.0", "built with torch 12.13.0, this is torch 2"),
         ("target/machine", "aarch64", "built for linux aarch64, this is linux x86_64"),
         ("target/cpu_flags", ["avx2", "amx9000"], "built for x86-64-v3 and needs the CPU flags amx9000, which"),
@@ -220,11 +243,16 @@ def test_row_28_what_fits_passes(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "runs"), [("sm_90", True), ("sm_90a", True), ("sm_91", False), ("sm_89", False), ("sm_100", False), ("sm_80a", False)]
+    ("arch", "runs"),
+    [("sm_90", True), ("sm_90a", True), ("sm_91", False), ("sm_89", False), ("sm_100", False), ("sm_80a", False)],
 )
 def test_row_28_gpu_architectures(arch: str, runs: bool) -> None:
     assert compatibility._runs(arch, 9, 0) is runs
-    assert compatibility._runs("sm_90", 9, 1) and not compatibility._runs("sm_90a", 9, 1) and compatibility._runs("sm_120", 12, 1)
+    assert (
+        compatibility._runs("sm_90", 9, 1)
+        and not compatibility._runs("sm_90a", 9, 1)
+        and compatibility._runs("sm_120", 12, 1)
+    )
 
 
 # Writes a package in a forked child that kills itself right before or after its n-th call that touches the file system.
@@ -306,7 +334,11 @@ for limit in (0, 1, 500, 70_000, size // 2, size - 1, size):
 
 
 def test_row_31_targets_that_cannot_be_written(tmp_path: Path) -> None:
-    for target, message in ((tmp_path / "none/x.pt2", "No such file"), (tmp_path, "it is a folder"), (tmp_path / ("x" * 300), "too long")):
+    for target, message in (
+        (tmp_path / "none/x.pt2", "No such file"),
+        (tmp_path, "it is a folder"),
+        (tmp_path / ("x" * 300), "too long"),
+    ):
         with pytest.raises(ExportError, match=f"cannot write package {target}: .*{message}"):
             write_tiny(target)
     with mounted(tmp_path / "fixed", "size=1m") as folder:
@@ -340,7 +372,9 @@ with tempfile.TemporaryDirectory() as folder:
     os.chmod(folder, 0o755)
 """
     done = python(code)
-    assert "cannot write package" in done.stdout and "x.pt2: Permission denied" in done.stdout and "b'old'" in done.stdout, done.stderr
+    assert (
+        "cannot write package" in done.stdout and "x.pt2: Permission denied" in done.stdout and "b'old'" in done.stdout
+    ), done.stderr
 
 
 def test_row_31_a_link_to_a_package_stays_a_link(tmp_path: Path) -> None:
@@ -349,7 +383,9 @@ def test_row_31_a_link_to_a_package_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "latest.pt2").is_symlink() and open_package(tmp_path / "run1.pt2").top == "package"
 
 
-def test_row_31_the_chosen_cache_must_do(package: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_row_31_the_chosen_cache_must_do(
+    package: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refused(message: str) -> None:
         with pytest.raises(CacheError, match=f"{message}.*AOT_BACKWARD_CACHE"):
             open_package(package).library(GRAPH)
@@ -382,7 +418,9 @@ def test_row_31_the_chosen_cache_must_do(package: Path, cache: Path, monkeypatch
         refused("Read-only file system")
 
 
-def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     above = tmp_path / "above"
     (above / "between").mkdir(parents=True)
     link = tmp_path / "link"
@@ -392,7 +430,9 @@ def test_row_31_nobody_else_can_put_another_folder_in_the_caches_place(package: 
         monkeypatch.setenv("AOT_BACKWARD_CACHE", str(chosen))
         for mode in (0o777, 0o757):
             above.chmod(mode)
-            with pytest.raises(CacheError, match=rf"others can write to {above}, above it, .* .mode 0{mode:o}; chmod go-w"):
+            with pytest.raises(
+                CacheError, match=rf"others can write to {above}, above it, .* .mode 0{mode:o}; chmod go-w"
+            ):
                 open_package(package).library(GRAPH)
         for mode in (0o1777, 0o755):
             above.chmod(mode)
@@ -436,10 +476,14 @@ print(outcomes)
 """
     )
     done = python(code, package)
-    assert done.returncode == 0 and done.stdout.count("refused") >= 2 and "right" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("refused") >= 2 and "right" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
-def test_row_31_without_a_usable_home_a_temporary_folder_serves(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_31_without_a_usable_home_a_temporary_folder_serves(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()
@@ -472,7 +516,9 @@ def test_row_31_no_home_folder_at_all(package: Path, tmp_path: Path, monkeypatch
     monkeypatch.delenv("AOT_BACKWARD_CACHE")
     monkeypatch.setattr(cache_module, "_temporary", None)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    monkeypatch.setattr(
+        Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
     library = open_package(package).library(GRAPH)
     assert library.is_relative_to(tmp_path) and library.parts[-4].startswith("aot-backward-")
     load_weights(open_package(package))
@@ -505,7 +551,9 @@ for _ in range(30): write_tiny(target, {name: torch.ones(1000)})
 def test_row_33_an_open_archive_outlives_its_file(package: Path) -> None:
     archive, weights = open_package(package), load_weights(open_package(package))
     write_tiny(package, {"weight": torch.zeros(3, 4)})
-    assert torch.equal(weights["weight"], tiny_weights()["weight"]) and torch.equal(load_weights(archive)["weight"], weights["weight"])
+    assert torch.equal(weights["weight"], tiny_weights()["weight"]) and torch.equal(
+        load_weights(archive)["weight"], weights["weight"]
+    )
     assert load_weights(open_package(package))["weight"].count_nonzero() == 0
     package.unlink()
     archive.verify_digests()
@@ -515,7 +563,10 @@ def test_row_33_an_open_archive_outlives_its_file(package: Path) -> None:
 def test_a_package_written_over_in_place_is_refused(package: Path) -> None:
     archive = open_package(package)
     package.write_bytes(package.read_bytes()[:2000])
-    with pytest.raises(PackageError, match=f"corrupt package {package}: it ended at byte 2000 while it was read; was it overwritten in place"):
+    with pytest.raises(
+        PackageError,
+        match=f"corrupt package {package}: it ended at byte 2000 while it was read; was it overwritten in place",
+    ):
         archive.verify_digests()
 
 
@@ -582,8 +633,8 @@ for change in (whole, whole[:5000], b""):
 
 
 def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(tmp_path: Path) -> None:
-    """The file is overwritten with ``cp``, truncated and emptied, for a package that was called before and for one that was not. This runs in another
-    process, since a map of the file would end it with a signal."""
+    """The file is overwritten with ``cp``, truncated and emptied, for a package that was called before and for one that
+    was not. This runs in another process, since a map of the file would end it with a signal."""
     path = shutil.copy(exports.module("mlp", dynamic=False), tmp_path / "model.pt2")
     done = python(IN_PLACE, path, exports.module("mlp", dynamic=True))
     assert done.returncode == 0, done.stderr
@@ -591,7 +642,9 @@ def test_row_48_a_loaded_package_goes_on_where_its_file_is_overwritten_in_place(
 
 def test_an_open_package_can_be_neither_copied_nor_pickled(package: Path) -> None:
     for way in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(AotBackwardError, match=rf"package \({package}\) can be neither copied nor pickled: load it again"):
+        with pytest.raises(
+            AotBackwardError, match=rf"package \({package}\) can be neither copied nor pickled: load it again"
+        ):
             way(open_package(package))
 
 
@@ -607,7 +660,9 @@ def test_many_processes_and_threads_extract_at_once(package: Path, cache: Path) 
     def again() -> None:
         try:
             for _ in range(10):
-                Path(_extract(package)).write_bytes(b"spoilt") if threading.current_thread().name == "spoiler" else _extract(package)
+                Path(_extract(package)).write_bytes(
+                    b"spoilt"
+                ) if threading.current_thread().name == "spoiler" else _extract(package)
         except BaseException as error:
             errors.append(error)
 
@@ -652,13 +707,17 @@ if __name__ == "__main__":
 """
     )
     (tmp_path / "tmp").mkdir()
-    done = python(code, package, AOT_BACKWARD_CACHE=None, HOME="/proc/none", TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1")
+    done = python(
+        code, package, AOT_BACKWARD_CACHE=None, HOME="/proc/none", TMPDIR=str(tmp_path / "tmp"), OMP_NUM_THREADS="1"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/tmp/aot-backward-") and list((tmp_path / "tmp").iterdir()) == []
     assert package.is_file()
 
 
-def test_row_36_a_child_that_outlives_its_parent_makes_a_folder(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_36_a_child_that_outlives_its_parent_makes_a_folder(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AOT_BACKWARD_CACHE")
     monkeypatch.setenv("HOME", "/proc/none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

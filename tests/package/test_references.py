@@ -1,6 +1,7 @@
 """Python and C refuse by name a manifest with dangling references, or one that was changed after it was written.
 
-The packages are golden ones of formats without the manifest's SHA-256, which need no compiler, so that each edit reaches the check behind it."""
+The packages are golden ones of formats without the manifest's SHA-256, which need no compiler, so that each edit
+reaches the check behind it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from ..support.packages import MANIFEST, Raw, taken_apart, write_raw, write_tiny
 from ..tools.fuzz.spoiling import parts, put_together, to_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FILES = {"pair": "1.0-pair", "passes": "1.1-passes", "step": "1.2-step", "orders": "1.3-orders", "targets": "1.4-targets", "updates": "1.11-updates"}
+FILES = {
+    "pair": "1.0-pair",
+    "passes": "1.1-passes",
+    "step": "1.2-step",
+    "orders": "1.3-orders",
+    "targets": "1.4-targets",
+    "updates": "1.11-updates",
+}
 Edit = Callable[[Any], object]
 
 
@@ -45,40 +53,80 @@ def put(path: str, value: Any) -> Edit:
 V, LOSS, FIT, TWICE = "entries/pair/variants/0", "entries/loss", "entries/fit", "entries/curved/variants/0"
 PASS, UPDATE = "entries/backward/structures/0/variants/0", "entries/backward/updates/0"
 BROKEN: Mapping[str, tuple[str, Edit, str]] = {
-    "weight of a state": ("pair", put("entries/pair/state/0/weight", "x"), "refers to 'x', which the manifest does not have"),
+    "weight of a state": (
+        "pair",
+        put("entries/pair/state/0/weight", "x"),
+        "refers to 'x', which the manifest does not have",
+    ),
     "weight of a constant": ("pair", put("libraries/pair.0.forward/constants/0/weight", "x"), "refers to 'x'"),
     "library of a plan": ("pair", put(f"{V}/forward/call/library", "x"), "refers to 'x'"),
     "library of a pass": ("passes", put(f"{PASS}/segments/0/library", "x"), "refers to 'x'"),
     "library of an optimizer step": ("updates", put(f"{UPDATE}/library", "x"), "refers to 'x'"),
     "member of a library": ("pair", put("libraries/pair.0.forward/member", "x/y.so"), "refers to 'x/y.so'"),
-    "builds for other targets": ("targets", put("libraries/bend.0.gradient/builds", []), "0 further builds are listed, expected 1"),
-    "verdicts for other targets": ("targets", put("entries/bend/variants/0/verdicts", []), "0 verdicts are listed, expected 1"),
+    "builds for other targets": (
+        "targets",
+        put("libraries/bend.0.gradient/builds", []),
+        "0 further builds are listed, expected 1",
+    ),
+    "verdicts for other targets": (
+        "targets",
+        put("entries/bend/variants/0/verdicts", []),
+        "0 verdicts are listed, expected 1",
+    ),
     "output of a library": ("pair", put(f"{V}/forward/outputs/0", "result:9"), "'result:9', which does not exist"),
     "operand": ("pair", put(f"{V}/forward/call/operands/0", "input:9"), "'input:9', which does not exist"),
     "operand of no kind": ("pair", put(f"{V}/forward/call/operands/0", "x:y"), "'x:y', which does not exist"),
     "operand in other digits": ("pair", put(f"{V}/forward/call/operands/0", "input:\u0660"), "which does not exist"),
-    "operand of a backward": ("pair", put(f"{V}/forward/call/operands/0", "saved:0"), "'saved:0', which does not exist"),
+    "operand of a backward": (
+        "pair",
+        put(f"{V}/forward/call/operands/0", "saved:0"),
+        "'saved:0', which does not exist",
+    ),
     "number of operands": ("pair", put(f"{V}/forward/call/operands", ["input:0"]), "1 operands are listed, expected 2"),
     "number of outputs": ("pair", put(f"{V}/forward/outputs", []), "0 outputs are listed"),
     "saved tensor": ("pair", put(f"{V}/forward/saved/1", "result:9"), "'result:9', which does not exist"),
-    "source of a gradient": ("pair", put(f"{V}/backward/gradients/1/source", "result:9"), "'result:9', which does not exist"),
-    "gradient of an unknown input": ("pair", put(f"{V}/backward/gradients/1/of", "input:9"), "'input:9', which does not exist"),
-    "gradient of an unknown parameter": ("pair", put(f"{V}/backward/gradients/1/of", "parameter:x"), "'x', which is not among its parameters"),
+    "source of a gradient": (
+        "pair",
+        put(f"{V}/backward/gradients/1/source", "result:9"),
+        "'result:9', which does not exist",
+    ),
+    "gradient of an unknown input": (
+        "pair",
+        put(f"{V}/backward/gradients/1/of", "input:9"),
+        "'input:9', which does not exist",
+    ),
+    "gradient of an unknown parameter": (
+        "pair",
+        put(f"{V}/backward/gradients/1/of", "parameter:x"),
+        "'x', which is not among its parameters",
+    ),
     "incoming gradient": ("pair", put(f"{V}/backward/gradients/1/cotangents", [5]), "refers to 5"),
     "state that is read": ("pair", put(f"{V}/forward/reads/0", "x"), "'x', which is not among its parameters"),
     "differentiable output": ("pair", put(f"{V}/differentiable", [0, 7]), "refers to 7"),
-    "number of incoming gradients": ("pair", put(f"{V}/differentiable", [0]), "2 incoming gradients are listed, expected 1"),
+    "number of incoming gradients": (
+        "pair",
+        put(f"{V}/differentiable", [0]),
+        "2 incoming gradients are listed, expected 1",
+    ),
     "input of a symbol": ("pair", put(f"{V}/symbols/0/input", 7), "refers to 7"),
     "dimension of a symbol": ("pair", put(f"{V}/symbols/0/dim", -1), "one of . sizes, got the scale . and size -1"),
     "scale of a symbol": ("pair", put(f"{V}/symbols/0/scale", 0), "expected a scale of at least 1 .* got the scale 0"),
     "symbol in a guard": ("pair", put(f"{V}/guards", ["s7 > 1"]), "unknown symbol 's7'"),
-    "tensor of an argument": ("pair", put(f"{V}/in_tree/children/0/children/0/index", 5), r"expected the tensors 0 to 1 .* got \[5, 1\]"),
+    "tensor of an argument": (
+        "pair",
+        put(f"{V}/in_tree/children/0/children/0/index", 5),
+        r"expected the tensors 0 to 1 .* got \[5, 1\]",
+    ),
     "keys of a tree": ("pair", put(f"{V}/out_tree/keys", []), "0 keys of a dict are listed"),
     "kind of a tree": ("pair", put(f"{V}/out_tree/kind", "set"), "unknown kind 'set'"),
     "arguments": ("pair", put(f"{V}/in_tree/kind", "list"), r"expected \(args, kwargs\), got a list"),
     "no variants": ("pair", put("entries/pair/variants", []), "has 0 variants"),
     "no plans": ("pair", put(f"{V}/forward", None), "cannot be called with the plans|does not exist"),
-    "two states of one name": ("pair", put("entries/pair/state/2/name", "scale"), "two of its states have the same name"),
+    "two states of one name": (
+        "pair",
+        put("entries/pair/state/2/name", "scale"),
+        "two of its states have the same name",
+    ),
     "dtype": ("pair", put("weights/scale/dtype", "float33"), "not a tensor: float33"),
     "device": ("pair", put("target/device", "tpu"), "device 'tpu' is unknown"),
     "shape too large": ("step", put("weights/optimizer.exp_avg.3.bias/shape", [1 << 62]), "too large for a tensor"),
@@ -94,10 +142,18 @@ BROKEN: Mapping[str, tuple[str, Edit, str]] = {
     "operations of a pass": ("passes", put(f"{PASS}/segments/0/ops", [0]), "operations once, got others"),
     "tensor of a pass": ("passes", put(f"{PASS}/segments/0/operands/0", "input:99"), "refers to 99"),
     "operand of a pass": ("passes", put(f"{PASS}/segments/0/operands/0", "x"), "operand 'x': expected input:I"),
-    "parameter of an optimizer step": ("updates", put(f"{UPDATE}/trained/0", "7.7"), "parameter '7.7', which is in none of its groups"),
+    "parameter of an optimizer step": (
+        "updates",
+        put(f"{UPDATE}/trained/0", "7.7"),
+        "parameter '7.7', which is in none of its groups",
+    ),
     "state of an optimizer step": ("updates", put(f"{UPDATE}/state", []), "inputs of its library are listed, expected"),
     "second order": ("orders", put(f"{TWICE}/double/gives/0", "input:9"), "refers to 'input:9'"),
-    "second order without a backward": ("orders", put(f"{TWICE}/double/backward", None), "cannot be differentiated again|does not exist"),
+    "second order without a backward": (
+        "orders",
+        put(f"{TWICE}/double/backward", None),
+        "cannot be differentiated again|does not exist",
+    ),
 }
 NOT_READ_IN_C = {"passes", "updates", "orders"}  # the C library reads neither recorded passes nor second orders
 # The C library does not read these: the structure of arguments, incoming gradients by output, verdicts.
@@ -193,7 +249,12 @@ def _odd(manifest: Any) -> None:
     manifest["entries"][ODD] = manifest["entries"].pop("loss")
     manifest["entries"]["pair"]["variants"][0]["out_tree"]["keys"][0] = ODD
     manifest["entries"]["pair"]["variants"][0]["symbols"][0]["label"] = ODD
-    manifest["entries"]["pair"]["variants"][0]["verdict"] = {"status": "verified", "worst": ODD, "error": 1e300, "sizes": [ODD]}
+    manifest["entries"]["pair"]["variants"][0]["verdict"] = {
+        "status": "verified",
+        "worst": ODD,
+        "error": 1e300,
+        "sizes": [ODD],
+    }
     manifest["libraries"]["pair.0.forward"]["nodes"] = (1 << 63) - 1
 
 
@@ -250,7 +311,9 @@ def test_errors_show_control_characters_escaped(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_number_beyond_what_is_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, (path, value) in enumerate({"weights/scale/shape": [1 << 62] * 8, "weights/numbers/shape": [1 << 60]}.items()):
+    for number, (path, value) in enumerate(
+        {"weights/scale/shape": [1 << 62] * 8, "weights/numbers/shape": [1 << 60]}.items()
+    ):
         _, spoilt = spoil(tmp_path, number, "pair" if "scale" in path else "step", put(path, value))
         with pytest.raises(PackageError, match=r"too large|not a tensor|expected float64"):
             open_package(spoilt)

@@ -1,4 +1,5 @@
-"""Signatures (docs/reliability.md, row 39). A package that does not meet the policy is refused before any use, and only the signed bytes are used."""
+"""Signatures (docs/reliability.md, row 39). A package that does not meet the policy is refused before any use, and only
+the signed bytes are used."""
 
 from __future__ import annotations
 
@@ -189,14 +190,20 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no envelope": (lambda b: b.pop("dsseEnvelope"), "cannot be parsed"),
     "a message instead": (
         lambda b: b.update(
-            messageSignature={"messageDigest": {"algorithm": "SHA2_256", "digest": "AA=="}, "signature": b.pop("dsseEnvelope")["payload"]}
+            messageSignature={
+                "messageDigest": {"algorithm": "SHA2_256", "digest": "AA=="},
+                "signature": b.pop("dsseEnvelope")["payload"],
+            }
         ),
         "cannot be parsed",
     ),
     "no key": (lambda b: b["verificationMaterial"].pop("publicKey"), "is not a signature by a key"),
     "an unnamed key": (lambda b: b["verificationMaterial"].update(publicKey={}), "is not a signature by a key"),
     "a null key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint=None), "does not name its key"),
-    "a strange key": (lambda b: b["verificationMaterial"]["publicKey"].update(hint="\x1b[31m" * 99), "does not name its key"),
+    "a strange key": (
+        lambda b: b["verificationMaterial"]["publicKey"].update(hint="\x1b[31m" * 99),
+        "does not name its key",
+    ),
     "another media type": (lambda b: b.update(mediaType="text/plain"), "cannot be parsed"),
     "another kind of payload": (lambda b: b["dsseEnvelope"].update(payloadType="text/plain"), "cannot be parsed"),
     "more fields": (lambda b: b.update(more=1), "cannot be parsed"),
@@ -325,7 +332,9 @@ print(sorted(set(seen)), type(error).__name__)
 """
 
 
-def test_weights_and_native_code_are_read_after_the_signature(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
+def test_weights_and_native_code_are_read_after_the_signature(
+    package: Path, keys: Path, own: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "small.pt2"
     path.write_bytes(package.read_bytes())
     ab.sign(path, key=keys / "own.pem")
@@ -337,7 +346,9 @@ def test_weights_and_native_code_are_read_after_the_signature(package: Path, key
     assert done.stdout == "['mmap.__new__', 'open'] NoneType\n", done.stderr
 
 
-def test_a_package_and_its_signature_move_together(tiny: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_and_its_signature_move_together(
+    tiny: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     moved = folder / "renamed"
@@ -391,7 +402,9 @@ def test_a_certificate_is_not_taken_for_a_key(tiny: Path, keys: Path, tmp_path: 
     key = serialization.load_pem_private_key((keys / "own.pem").read_bytes(), None)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "somebody")])
     now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1)).sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1)).sign(
+        key, hashes.SHA256()
+    )  # type: ignore[arg-type]
     (tmp_path / "own.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
     with pytest.raises(SignatureError, match="it is a certificate; print its public key with: openssl x509"):
         load_package(tiny, key=tmp_path / "own.crt")
@@ -459,7 +472,9 @@ print(libraries - sys.modules.keys())
     assert done.stdout == "set()\nset()\n", done.stderr
 
 
-def test_what_was_signed_is_loaded_whatever_the_path_leads_to(twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path) -> None:
+def test_what_was_signed_is_loaded_whatever_the_path_leads_to(
+    twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path
+) -> None:
     path, evil = tmp_path / "small.pt2", tmp_path / "evil.pt2"
     path.write_bytes(twins[0])
     evil.write_bytes(twins[1])
@@ -526,7 +541,9 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
     assert turned
 
 
-def test_a_package_that_is_replaced_and_written_over_all_the_time(twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path) -> None:
+def test_a_package_that_is_replaced_and_written_over_all_the_time(
+    twins: tuple[bytes, bytes], keys: Path, own: Path, tmp_path: Path
+) -> None:
     path, chance = tmp_path / "small.pt2", random.Random(2)
     path.write_bytes(twins[0])
     ab.sign(path, key=keys / "own.pem")
@@ -576,7 +593,8 @@ def test_signers_and_readers_at_once(tiny: Path, keys: Path, own: Path) -> None:
 
 
 def test_the_library_s_own_signatures(tiny: Path, keys: Path, own: Path, tmp_path: Path) -> None:
-    """The library accepts our signatures, and we accept its signatures of a package. We refuse those of other things or with another hash."""
+    """The library accepts our signatures, and we accept its signatures of a package. We refuse those of other things or
+    with another hash."""
     place = tiny.with_name("tiny.pt2.sig")
     verifying.Config().use_elliptic_key_verifier(public_key=own).verify(tiny, place)
     signer = signing.Config().use_elliptic_key_signer(private_key=keys / "own.pem")
@@ -638,14 +656,24 @@ def test_where_a_signature_goes(tiny: Path, keys: Path, own: Path, tmp_path: Pat
 
 def test_a_key_with_a_password(tiny: Path, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = keys / "locked.pem"
-    fails(called("sign", tiny, "--key", locked), 1, f"cannot sign with {locked}: it is encrypted, and no password was given")
+    fails(
+        called("sign", tiny, "--key", locked),
+        1,
+        f"cannot sign with {locked}: it is encrypted, and no password was given",
+    )
     monkeypatch.setenv("KEY_PASSWORD", "wrong")
-    told = fails(called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD"), 1, "the password does not decrypt it")
+    told = fails(
+        called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD"), 1, "the password does not decrypt it"
+    )
     assert "wrong" not in told
     monkeypatch.setenv("KEY_PASSWORD", "open sesame")
     assert called("sign", tiny, "--key", locked, "--password-env", "KEY_PASSWORD").stdout == f"wrote {tiny}.sig\n"
     load_package(tiny, key=locked.with_suffix(".pub"))
-    fails(called("sign", tiny, "--key", keys / "own.pem", "--password-env", "KEY_PASSWORD"), 1, "it is not encrypted, but a password was given")
+    fails(
+        called("sign", tiny, "--key", keys / "own.pem", "--password-env", "KEY_PASSWORD"),
+        1,
+        "it is not encrypted, but a password was given",
+    )
     fails(called("sign", tiny, "--key", locked, "--password-env", "NONSUCH"), 2, "the variable NONSUCH is not set")
 
 
@@ -672,7 +700,10 @@ def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) 
     fails(called("verify", path, "--no-run", "--key", own), 1, "is not signed")
     assert called("sign", path, "--key", keys / "own.pem").stdout == f"wrote {path}.sig\n"
     shown = called("verify", path, "--key", own).stdout
-    assert f"{path}: the signature {path}.sig is valid, by the owner of {own}" in shown and "entry 'net' variant 0" in shown
+    assert (
+        f"{path}: the signature {path}.sig is valid, by the owner of {own}" in shown
+        and "entry 'net' variant 0" in shown
+    )
     assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
     assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
     assert f"signature: {path}.sig, not checked" in called("inspect", path).stdout

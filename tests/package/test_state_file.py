@@ -1,4 +1,5 @@
-"""The file of a saved training state. It returns what was saved, even if a writer is killed, and damage is always noticed."""
+"""The file of a saved training state. It returns what was saved, even if a writer is killed, and damage is always
+noticed."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ ABOUT = {"steps": 3, "lr": [1e-3, 0.1 + 0.2], "name": 'é " \\ 𝄞', "nested": 
 
 
 def small() -> dict[str, torch.Tensor]:
-    tensors = {"w": torch.arange(12.0).reshape(3, 4), "steps": torch.tensor(7), "mask": torch.tensor([True, False, True])}
+    tensors = {
+        "w": torch.arange(12.0).reshape(3, 4),
+        "steps": torch.tensor(7),
+        "mask": torch.tensor([True, False, True]),
+    }
     return tensors | {"z": torch.tensor([1 + 2j], dtype=torch.complex128), "none": torch.empty(0, 5)}
 
 
@@ -68,14 +73,23 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert about == ABOUT and loaded.keys() == tensors.keys() and len(loaded) == 100
     for name, tensor in tensors.items():
         assert same(tensor, loaded[name]), name
-        assert loaded[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and loaded[name]._base is None
+        assert (
+            loaded[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            and loaded[name]._base is None
+        )
     write_state(tmp_path / "state", {}, {})
     assert read_state(tmp_path / "state") == ({}, {})
 
 
 def test_views_are_saved_as_what_they_mean(tmp_path: Path) -> None:
     base, z = torch.arange(24.0).reshape(2, 3, 4), torch.tensor([1 + 2j, 3 - 4j])
-    views = {"t": base.transpose(0, 2), "slice": base[..., 1:3], "expand": base[:, :1].expand(2, 5, 4), "conj": z.conj(), "neg": z.conj().imag}
+    views = {
+        "t": base.transpose(0, 2),
+        "slice": base[..., 1:3],
+        "expand": base[:, :1].expand(2, 5, 4),
+        "conj": z.conj(),
+        "neg": z.conj().imag,
+    }
     views["odd"] = torch.tensor([2, 0], dtype=torch.uint8).view(torch.bool)
     views["parameter"] = torch.nn.Parameter(torch.ones(2))
     write_state(tmp_path / "state", views, {})
@@ -85,7 +99,8 @@ def test_views_are_saved_as_what_they_mean(tmp_path: Path) -> None:
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
-    tensors = {n: t for n, t in every_dtype().items() if n not in ("uint16", "uint32", "uint64", "float8_e8m0fnu")}  # some versions lack these
+    # Some versions lack these
+    tensors = {n: t for n, t in every_dtype().items() if n not in ("uint16", "uint32", "uint64", "float8_e8m0fnu")}
     write_state(tmp_path / "state.safetensors", tensors, ABOUT)
     theirs = safetensors.torch.load_file(tmp_path / "state.safetensors")
     assert torch.view_as_complex(theirs.pop("complex128").reshape(-1, 2)).equal(tensors.pop("complex128"))
@@ -223,7 +238,10 @@ F64 = {"x": {"dtype": "F64", "shape": [1, 2], "data_offsets": [0, 16]}}
         (b"", "is not a safetensors file, or is damaged or cut short: 0 bytes"),
         (b"PK\3\4" + bytes(100), "is not a safetensors file"),
         (safetensors.torch.save({"w": torch.ones(3)}), "is not a training state: was it written by step.save"),
-        (safetensors.torch.save({"w": torch.ones(3)}, {"format": "pt"}), "is not a training state: was it written by step.save"),
+        (
+            safetensors.torch.save({"w": torch.ones(3)}, {"format": "pt"}),
+            "is not a training state: was it written by step.save",
+        ),
         (forged({**SOUND, "version": "2"}), "version '2'; this runtime reads '1'"),
         (forged({**SOUND, "version": None}), "__metadata__ is not an object of strings"),
         (forged([1]), "__metadata__ is not an object of strings"),
@@ -238,11 +256,23 @@ F64 = {"x": {"dtype": "F64", "shape": [1, 2], "data_offsets": [0, 16]}}
         (forged({**SOUND, "about": '{"a":' + "[" * 99999 + "]" * 99999 + "}"}), "about is not JSON: maximum recursion"),
         (forged({**SOUND, "about": '{"a":' + "9" * 9999 + "}"}), "about is not JSON: Exceeds the limit"),
         (forged({**SOUND, "complex128": '{"x": 1}'}, tensors=F64, data=bytes(16)), "complex128 is not a list of names"),
-        (forged({**SOUND, "complex128": '["y"]'}, tensors=F64, data=bytes(16)), "'y' is not stored in the form of complex128"),
-        (forged({**SOUND, "complex128": '["x"]'}, tensors={"x": {**F64["x"], "shape": [2, 1]}}, data=bytes(16)), "'x' is not stored in the form"),
-        (forged(SOUND, tensors={"x": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}, data=b"\1\2"), "a boolean that is neither 0 nor 1"),
+        (
+            forged({**SOUND, "complex128": '["y"]'}, tensors=F64, data=bytes(16)),
+            "'y' is not stored in the form of complex128",
+        ),
+        (
+            forged({**SOUND, "complex128": '["x"]'}, tensors={"x": {**F64["x"], "shape": [2, 1]}}, data=bytes(16)),
+            "'x' is not stored in the form",
+        ),
+        (
+            forged(SOUND, tensors={"x": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}, data=b"\1\2"),
+            "a boolean that is neither 0 nor 1",
+        ),
         (forged(SOUND, tensors=F64, data=bytes(8)), "it was cut short: it has .* bytes, but its header says"),
-        (forged(SOUND, tensors={"x": {**F64["x"], "dtype": "PICKLE"}}, data=bytes(16)), "tensor 'x': dtype 'PICKLE' is unknown"),
+        (
+            forged(SOUND, tensors={"x": {**F64["x"], "dtype": "PICKLE"}}, data=bytes(16)),
+            "tensor 'x': dtype 'PICKLE' is unknown",
+        ),
         (forged(SOUND, tensors={"x": {**F64["x"], "shape": [1 << 40, 1 << 40]}}), "tensor 'x': its shape is too large"),
     ],
 )
@@ -255,7 +285,9 @@ def test_what_a_file_may_not_say(tmp_path: Path, data: bytes, message: str) -> N
 
 def test_what_forged_signs_is_read(tmp_path: Path) -> None:
     """So the files of the test above fail by their contents."""
-    (tmp_path / "state").write_bytes(forged({**SOUND, "complex128": '["x"]', "about": '{"a": NaN}'}, tensors=F64, data=struct.pack("<2d", 1, 2)))
+    (tmp_path / "state").write_bytes(
+        forged({**SOUND, "complex128": '["x"]', "about": '{"a": NaN}'}, tensors=F64, data=struct.pack("<2d", 1, 2))
+    )
     tensors, about = read_state(tmp_path / "state")
     assert tensors["x"].tolist() == [1 + 2j] and about["a"] != about["a"]
 
@@ -281,7 +313,8 @@ for line in sys.stdin:
 
 
 def kill_while_saving(path: Path, times: int, spoil: str = "") -> int:
-    """Return how often a kill left a file behind. Raise AssertionError or StateError if the file was not whole after a kill."""
+    """Return how often a kill left a file behind. Raise AssertionError or StateError if the file was not whole after a
+    kill."""
     chance, left, seen = random.Random(1), 0, set()
     process = alone(spoil + SAVE, path)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -350,7 +383,10 @@ while not path.with_name("enough").exists(): write_state(path, {"a": torch.full(
 
 def test_a_living_writers_file_stays(tmp_path: Path) -> None:
     path, chosen = tmp_path / "state", tmp_path / ".state.0123abcd.tmp"
-    others = [tmp_path / name for name in (".state.xyz.tmp", ".state.0123abcd.tmp2", ".other.0123abcd.tmp", "state.0123abcd.tmp")]
+    others = [
+        tmp_path / name
+        for name in (".state.xyz.tmp", ".state.0123abcd.tmp2", ".other.0123abcd.tmp", "state.0123abcd.tmp")
+    ]
     for file in (chosen, *others):
         file.touch()
     with atomic_file.replacing(path) as file:
@@ -427,7 +463,9 @@ with tempfile.TemporaryDirectory() as folder:
     os.chmod(folder, 0o755)
 """
     process = alone(code)
-    expected = "cannot save training state FOLDER/state: Permission denied; nothing was changed\n{'kept': True} ['state']\n"
+    expected = (
+        "cannot save training state FOLDER/state: Permission denied; nothing was changed\n{'kept': True} ['state']\n"
+    )
     assert process.communicate() == (expected, "")
 
 
@@ -455,5 +493,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("runs/1")
     for _ in range(2):  # first the target is missing, then it is a file
         write_state(tmp_path / "latest", small(), ABOUT)
-        assert (tmp_path / "latest").is_symlink() and read_state(tmp_path / "runs/1")[1] == read_state(tmp_path / "latest")[1] == ABOUT
+        assert (tmp_path / "latest").is_symlink() and read_state(tmp_path / "runs/1")[1] == read_state(
+            tmp_path / "latest"
+        )[1] == ABOUT
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "latest", "runs"]

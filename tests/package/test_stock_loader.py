@@ -1,4 +1,5 @@
-"""Every compiled graph of a package runs under PyTorch's own ``AOTIModelPackageLoader``, as docs/format.md describes."""
+"""Every compiled graph of a package runs under PyTorch's own ``AOTIModelPackageLoader``, as docs/format.md
+describes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def _manifest(package: Path) -> dict[str, object]:
 @since("2.13", "does not find the libraries of a package that holds several: 'File not found: _metadata.json'")
 @pytest.mark.parametrize("name", ["mlp", "conv", "embedding"])
 def test_forward_and_backward(name: str) -> None:
-    """Use only the file, the standard library and torch: read the plan from the manifest, and load the constants by name."""
+    """Use only the file, the standard library and torch: read the plan from the manifest, and load the constants by
+    name."""
     package = exports.module(name, dynamic=True)
     manifest, weights = _manifest(package), _weights(package)
     variant = manifest["entries"]["module"]["variants"][0]

@@ -1,4 +1,5 @@
-"""The tensors of a package: they return as stored, without a copy, and damage is named (docs/reliability.md, row 29)."""
+"""The tensors of a package: they return as stored, without a copy, and damage is named (docs/reliability.md, row
+29)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from ..support.packages import EXAMPLES, MANIFEST, WEIGHTS, put_together, taken_
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def store(path: Path, weights: dict[str, torch.Tensor], examples: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+def store(
+    path: Path, weights: dict[str, torch.Tensor], examples: dict[str, torch.Tensor] | None = None, **changes: Any
+) -> Path:
     write_package(path, tiny_manifest(libraries={}, **changes), {}, weights, examples or {})
     return path
 
@@ -69,10 +72,16 @@ def test_the_member_is_a_safetensors_file(tmp_path: Path) -> None:
     with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert set(file.keys()) == set(tensors)
         for name in tensors:
-            if name not in ("uint16", "uint32", "uint64", "float8_e8m0fnu"):  # some versions of its Python half lack these
+            # Some versions of its Python half lack these
+            if name not in ("uint16", "uint32", "uint64", "float8_e8m0fnu"):
                 assert same(file.get_tensor(name), tensors[name]), name
-    theirs, start = read_header(safetensors.torch.save({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}))
-    assert start % 8 == 0 and {n: (s.dtype, s.shape) for n, s in theirs.items()} == {"a": ("F32", (3,)), "b": ("BF16", (2, 2))}
+    theirs, start = read_header(
+        safetensors.torch.save({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
+    )
+    assert start % 8 == 0 and {n: (s.dtype, s.shape) for n, s in theirs.items()} == {
+        "a": ("F32", (3,)),
+        "b": ("BF16", (2, 2)),
+    }
 
 
 @pytest.mark.parametrize("view", ["t", "channels_last", "slice", "expand", "size-1", "flip of both"])
@@ -122,7 +131,9 @@ def test_examples(tmp_path: Path) -> None:
     examples = {"net.0.x": torch.randn(3, 4).t(), "net.0.mask": torch.tensor([True, False])}
     archive = open_package(store(tmp_path / "x.pt2", {}, examples))
     loaded = load_examples(archive)
-    assert loaded.keys() == examples.keys() and all(torch.equal(t, examples[n]) and t.is_contiguous() for n, t in loaded.items())
+    assert loaded.keys() == examples.keys() and all(
+        torch.equal(t, examples[n]) and t.is_contiguous() for n, t in loaded.items()
+    )
     assert load_examples(open_package(store(tmp_path / "y.pt2", {}))) == {}
     members = taken_apart(tmp_path / "x.pt2")
     put_together(tmp_path / "x.pt2", {**members, EXAMPLES: members[EXAMPLES][:-1] + b"\x01"}, relist=False)
@@ -132,10 +143,15 @@ def test_examples(tmp_path: Path) -> None:
 
 def test_training_in_place_stays_in_memory(tmp_path: Path) -> None:
     path = store(tmp_path / "x.pt2", {"w": torch.ones(64, 64), "b": torch.ones(3)})
-    before, first, second = path.read_bytes(), load_weights(open_package(path), mapped=True), load_weights(open_package(path), mapped=True)
+    before, first, second = (
+        path.read_bytes(),
+        load_weights(open_package(path), mapped=True),
+        load_weights(open_package(path), mapped=True),
+    )
     for tensor in first.values():
         tensor.mul_(7)
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4  # separate storage, so that torch.save writes no neighbours
+        # Separate storage, so that torch.save writes no neighbours
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
     parameter = torch.nn.Parameter(first["w"])
     parameter.sum().backward()
     torch.optim.SGD([parameter], lr=1).step()
@@ -174,7 +190,11 @@ def test_a_map_copies_nothing_and_everything_is_aligned(tmp_path: Path) -> None:
     [
         ("weights/w/dtype", "int32", r"weight 'w' is F32 of shape \[2, 3\]; the manifest says int32"),
         ("weights/w/dtype", "quint8", r"weight 'w': not a tensor: quint8"),
-        ("weights/w/shape", [3, 2], r"weight 'w' is F32 of shape \[2, 3\]; the manifest says float32 of shape \[3, 2\]"),
+        (
+            "weights/w/shape",
+            [3, 2],
+            r"weight 'w' is F32 of shape \[2, 3\]; the manifest says float32 of shape \[3, 2\]",
+        ),
         ("weights/w/stride", [1], r"weight 'w': not a tensor: float32 \(2, 3\) with strides \(1,\)"),
         ("weights/w/stride", [1, 1], "weight 'w': .* elements overlap"),
         ("weights/w/stride", [-3, 1], "weight 'w': .* a stride is out of range"),
@@ -218,15 +238,22 @@ F32 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
         (header(w=F32, v=F32), "tensor '[vw]' begins at byte 0, expected 24"),
         (header(w={**F32, "data_offsets": [24, 0]}), "tensor 'w'"),
         (header(w={**F32, "shape": [1 << 31, 1 << 31]}), "tensor 'w': its shape is too large"),
-        (header(w={**F32, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}), "tensor 'w': its shape is too large"),
+        (
+            header(w={**F32, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}),
+            "tensor 'w': its shape is too large",
+        ),
         (header(v={"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}), "tensors take 12 bytes, but there are 24"),
     ],
 )
 def test_row_29_headers_that_lie(tmp_path: Path, content: bytes, message: str) -> None:
     path = store(tmp_path / "x.pt2", {"w": torch.ones(2, 3)})
-    data = content if len(content) < 12 and content[:1] != b"[" else struct.pack("<Q", len(content)) + content + bytes(24)
+    data = (
+        content if len(content) < 12 and content[:1] != b"[" else struct.pack("<Q", len(content)) + content + bytes(24)
+    )
     put_together(path, {**taken_apart(path), WEIGHTS: data})
-    with pytest.raises(PackageError, match=f"corrupt package {path}: member extra/aot_backward/weights.safetensors: .*{message}"):
+    with pytest.raises(
+        PackageError, match=f"corrupt package {path}: member extra/aot_backward/weights.safetensors: .*{message}"
+    ):
         load_weights(open_package(path))
 
 
@@ -241,7 +268,9 @@ def test_row_29_a_boolean_is_0_or_1(tmp_path: Path) -> None:
 
 
 def test_layouts_that_overlap_or_spread() -> None:
-    assert not layout_problem((), ()) and not layout_problem((0, 5), (9, 1 << 40)) and not layout_problem((2, 3), (0, 1))
+    assert (
+        not layout_problem((), ()) and not layout_problem((0, 5), (9, 1 << 40)) and not layout_problem((2, 3), (0, 1))
+    )
     assert layout_problem((3, 3), (1, 1)) == layout_problem((2, 4, 3), (3, 3, 1)) == "elements overlap"
 
 

@@ -1,4 +1,5 @@
-"""Reading and checking a package needs no torch: golden packages are opened and checked in a Python in which importing it raises."""
+"""Reading and checking a package needs no torch: golden packages are opened and checked in a Python in which importing
+it raises."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def _run(tmp_path: Path, package: str, first: str = "") -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
 
 
-@pytest.mark.parametrize(("package", "kinds"), [("1.3-orders.pt2", "module"), ("1.2-step.pt2", "step"), ("1.1-passes.pt2", "replay")])
+@pytest.mark.parametrize(
+    ("package", "kinds"), [("1.3-orders.pt2", "module"), ("1.2-step.pt2", "step"), ("1.1-passes.pt2", "replay")]
+)
 def test_a_package_is_read_and_checked(tmp_path: Path, package: str, kinds: str) -> None:
     done = _run(tmp_path, package)
     assert done.returncode == 0, done.stderr
@@ -65,5 +68,7 @@ def test_a_fill_is_within_the_range_of_its_dtype(dtype: str) -> None:
     if info is None:
         assert can_hold(dtype, 0.0) and not can_hold(dtype, 2.0)
     else:
-        assert can_hold(dtype, float(info.max) if isinstance(info, torch.finfo) else 64.0) and not can_hold(dtype, float(info.max) * 1.001)
+        assert can_hold(dtype, float(info.max) if isinstance(info, torch.finfo) else 64.0) and not can_hold(
+            dtype, float(info.max) * 1.001
+        )
         assert isinstance(info, torch.finfo) or not can_hold(dtype, 0.5)

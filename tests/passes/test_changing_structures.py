@@ -25,11 +25,13 @@ Gradients = list[Tensor | None]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OBJECTS = 2000 if torch_api.at_least("2.13") else 30_000
-"""The objects that 1,300 passes, 17 of them traced, may add. Before torch 2.13 compiled autograd never frees the inputs of traced nodes."""
+"""The objects that 1,300 passes, 17 of them traced, may add. Before torch 2.13 compiled autograd never frees the inputs
+of traced nodes."""
 
 
 class Scheduled:
-    """The net of :func:`mlp`, clamped at a limit. The limit is part of the node's key, so each limit is a separate structure."""
+    """The net of :func:`mlp`, clamped at a limit. The limit is part of the node's key, so each limit is a separate
+    structure."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -62,7 +64,10 @@ def memory() -> int:
 
 
 def same(expected: Gradients, actual: Gradients) -> bool:
-    return all(e is not None and a is not None and torch.allclose(e, a, rtol=1e-5, atol=1e-6) for e, a in zip(expected, actual, strict=True))
+    return all(
+        e is not None and a is not None and torch.allclose(e, a, rtol=1e-5, atol=1e-6)
+        for e, a in zip(expected, actual, strict=True)
+    )
 
 
 def test_a_replay_where_nothing_repeats_is_bounded(package: Path) -> None:
@@ -98,7 +103,8 @@ def test_what_is_bound_goes_on_being_served(package: Path, every: int) -> None:
             else:
                 program(next(changing))
     known = len(range(0, passes, every))
-    assert replaying.report.hits + replaying.report.bindings - 8 >= known - 5 * (passes // 1024)  # a few are lost each time the cache is emptied
+    # A few are lost each time the cache is emptied
+    assert replaying.report.hits + replaying.report.bindings - 8 >= known - 5 * (passes // 1024)
 
 
 def test_a_structure_of_the_package_that_comes_late_is_found(package: Path) -> None:
@@ -217,7 +223,11 @@ def test_the_command_line(package: Path, tmp_path: Path) -> None:
     report = json.loads(done.stderr.splitlines()[-1])
     assert sum(report["misses"].values()) == 2 and sum(report["eager"].values()) == 7
     done = called("record", "--max-structures", 2, "-o", tmp_path / "bw.pt2", "--", script)
-    assert done.exit_code == 1 and "left out: the structure kept changing" in done.stderr and not (tmp_path / "bw.pt2").exists()
+    assert (
+        done.exit_code == 1
+        and "left out: the structure kept changing" in done.stderr
+        and not (tmp_path / "bw.pt2").exists()
+    )
     assert "2 structures seen once are left out (--min-seen 1 compiles them)" in done.stderr
     assert called("record", "--max-structures", 0, "-o", tmp_path / "bw.pt2", "--", script).exit_code == 2
     for wrong in (0, -1, True, 2.0):

@@ -1,5 +1,5 @@
-"""``clip_grad_norm_`` and ``clip_grad_value_`` of an unmodified script, recorded and replayed: results equal eager's, and unsupported calls run in
-eager."""
+"""``clip_grad_norm_`` and ``clip_grad_value_`` of an unmodified script, recorded and replayed: results equal eager's,
+and unsupported calls run in eager."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ CLIPS: dict[str, Clip] = {
 }
 
 
-def parameters(step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[nn.Parameter]:
+def parameters(
+    step: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[nn.Parameter]:
     """Return parameters with gradients and one without."""
     generator = torch.Generator().manual_seed(step)
     made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
@@ -124,7 +126,9 @@ def test_gradients_that_are_transposed_or_empty(tmp_path: Path) -> None:
     for norm, found, empty in zip(norms, ours, (False, True), strict=True):
         eager = given(5, empty=empty)
         same((norm, gradients(found)), (clip_grad_norm_(eager, 1.5), gradients(eager)))
-        assert [g.stride() for g in gradients(found) if g is not None] == [g.stride() for g in gradients(eager) if g is not None]
+        assert [g.stride() for g in gradients(found) if g is not None] == [
+            g.stride() for g in gradients(eager) if g is not None
+        ]
     assert replaying.report.clippings == 2
 
 
@@ -133,7 +137,9 @@ def test_error_if_nonfinite() -> None:
         good, bad = parameters(0), parameters(0, math.inf)
         kept = [g if g is None else g.clone() for g in gradients(bad)]
         norm = clip_grad_norm_(good, 1.5, error_if_nonfinite=True)
-        with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients from `parameters` is non-finite"):
+        with pytest.raises(
+            RuntimeError, match=r"total norm of order 2\.0 for gradients from `parameters` is non-finite"
+        ):
             clip_grad_norm_(bad, 1.5, error_if_nonfinite=True)
     torch.testing.assert_close(gradients(bad), kept, rtol=0, atol=0, equal_nan=True)
     eager = parameters(0)
@@ -178,7 +184,9 @@ def of_a_graph(given: list[nn.Parameter]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_does_not_fit_goes_to_eager_and_comes_back(spoil: Callable[[list[nn.Parameter]], None], words: str) -> None:
+def test_what_does_not_fit_goes_to_eager_and_comes_back(
+    spoil: Callable[[list[nn.Parameter]], None], words: str
+) -> None:
     def run() -> list[Any]:
         found: list[Any] = []
         for step in range(6):
@@ -213,7 +221,11 @@ def test_autograd_sees_that_gradients_were_written() -> None:
     assert replaying.report.clippings == 1
 
 
-@pytest.mark.parametrize("wrong", [lambda: clip_grad_norm_(parameters(0), "much"), lambda: clip_grad_value_([1.0], 1.0)], ids=["limit", "parameters"])
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: clip_grad_norm_(parameters(0), "much"), lambda: clip_grad_value_([1.0], 1.0)],
+    ids=["limit", "parameters"],
+)
 def test_errors_of_eager_are_its_own(wrong: Callable[[], Any]) -> None:
     with pytest.raises(Exception) as expected:
         wrong()
@@ -247,7 +259,9 @@ def test_threads_that_clip_side_by_side() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert replaying.report.clippings + sum(replaying.report.eager_clippings.values()) == 90 and replaying.report.clippings
+    assert (
+        replaying.report.clippings + sum(replaying.report.eager_clippings.values()) == 90 and replaying.report.clippings
+    )
     for (limit, step), ours in made.items():
         eager = parameters(step)
         clip_grad_norm_(eager, limit)
@@ -269,7 +283,11 @@ def test_what_cannot_be_compiled_is_left_out(tmp_path: Path) -> None:
             with torch.autocast("cpu"):
                 clip_grad_value_(parameters(step), 1.0)
     reasons = sorted(recording.skipped)
-    assert len(reasons) == 2 and "clip_grad_norm_ called at" in reasons[0] and "a gradient has dtype torch.complex64" in reasons[0]
+    assert (
+        len(reasons) == 2
+        and "clip_grad_norm_ called at" in reasons[0]
+        and "a gradient has dtype torch.complex64" in reasons[0]
+    )
     assert "clip_grad_value_ called at" in reasons[1] and reasons[1].endswith("it is called under autocast")
     assert not (tmp_path / "odd.pt2").exists()
 
@@ -324,7 +342,11 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = aot_backward("inspect", "bw.pt2").stdout
     assert "clip_grad_norm_ of norm_type 2.0 on 4 gradients" in text
     (clipping,) = json.loads(aot_backward("inspect", "--json", "bw.pt2").stdout)["entries"]["backward"]["clippings"]
-    assert (clipping["function"], clipping["norm_type"], clipping["verdict"]["status"]) == ("clip_grad_norm_", "2.0", "verified")
+    assert (clipping["function"], clipping["norm_type"], clipping["verdict"]["status"]) == (
+        "clip_grad_norm_",
+        "2.0",
+        "verified",
+    )
     ran, *_ = aot_backward("replay", "bw.pt2", "--", "train.py").stderr.splitlines()
     assert ran == (
         "12 of 12 backward passes (1 binding, 11 hits), 11 of 12 optimizer steps (1 made the state, in eager) and 12 of 12 clippings of gradients "
@@ -333,7 +355,11 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     replayed = aot_backward("replay", "--json", "bw.pt2", "--", "train.py")
     alone = aot_backward("replay", "--json", "--no-optimizer", "bw.pt2", "--", "train.py")
     assert (json.loads(replayed.stderr)["clippings"], json.loads(alone.stderr)["clippings"]) == (12, 0)
-    assert float(replayed.stdout) == pytest.approx(float(alone.stdout), rel=1e-5) == pytest.approx(float(recording.stdout), rel=1e-5)
+    assert (
+        float(replayed.stdout)
+        == pytest.approx(float(alone.stdout), rel=1e-5)
+        == pytest.approx(float(recording.stdout), rel=1e-5)
+    )
     assert "and 1 clipping of gradients:" in aot_backward("verify", "bw.pt2").stdout
     page = aot_backward("inspect", "bw.pt2", "--html", "page.html")
     assert page.exit_code == 0 and "torch.nn.utils.clip_grad_norm_" in Path("page.html").read_text()

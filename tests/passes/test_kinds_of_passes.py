@@ -1,4 +1,5 @@
-"""Backward passes with sparse tensors, lengths, positions and subclasses: replayed from a package, or refused by name while recording."""
+"""Backward passes with sparse tensors, lengths, positions and subclasses: replayed from a package, or refused by name
+while recording."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):
-    """Things that a pass can hold besides dense tensors at fixed positions. Each method takes a number of rows or a position."""
+    """Things that a pass can hold besides dense tensors at fixed positions. Each method takes a number of rows or a
+    position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,9 @@ class Net(nn.Module):
 
     def grouped(self, n: int) -> Tensor:
         rows = torch.linspace(-1, 1, 512).reshape(32, 16).bfloat16()
-        return torch._grouped_mm(rows, self.experts, offs=torch.tensor([16, 32], dtype=torch.int32)).float().square().sum()
+        return (
+            torch._grouped_mm(rows, self.experts, offs=torch.tensor([16, 32], dtype=torch.int32)).float().square().sum()
+        )
 
     def ring(self, i: int) -> Tensor:
         """Write a buffer at a changing position."""
@@ -76,7 +80,10 @@ def same(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> 
             assert (e.dtype, e.layout, e.shape) == (a.dtype, a.layout, a.shape)
             reduced_precision = e.dtype is torch.bfloat16
             assert torch.allclose(
-                e.to_dense().double(), a.to_dense().double(), rtol=0.02 if reduced_precision else 1e-5, atol=0.05 if reduced_precision else 1e-6
+                e.to_dense().double(),
+                a.to_dense().double(),
+                rtol=0.02 if reduced_precision else 1e-5,
+                atol=0.05 if reduced_precision else 1e-6,
             )
 
 
@@ -130,8 +137,14 @@ WEIGHT = torch.randn(4, 4, requires_grad=True)
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (by_subclass, "is a tests.passes.test_kinds_of_passes.Marked, a subclass of torch.Tensor; a compiled pass takes plain, dense tensors"),
-        (by_sparse, r"\(of SparseAddmmBackward0, node \d\) is a sparse tensor \(torch.sparse_coo\); a compiled pass takes plain, dense tensors"),
+        (
+            by_subclass,
+            "is a tests.passes.test_kinds_of_passes.Marked, a subclass of torch.Tensor; a compiled pass takes plain, dense tensors",
+        ),
+        (
+            by_sparse,
+            r"\(of SparseAddmmBackward0, node \d\) is a sparse tensor \(torch.sparse_coo\); a compiled pass takes plain, dense tensors",
+        ),
     ],
 )
 def test_refused_by_name_while_recording(loss: Callable[[int], Tensor], words: str, tmp_path: Path) -> None:
@@ -143,7 +156,9 @@ def test_refused_by_name_while_recording(loss: Callable[[int], Tensor], words: s
     assert not (tmp_path / "bw.pt2").exists()
 
 
-def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from aot_backward.recording import trace
 
     monkeypatch.setattr(trace, "_MAX_OPAQUE", 0)
@@ -168,9 +183,12 @@ def test_a_miss_names_the_node_the_layer_and_the_line_and_says_to_record(tmp_pat
         net(torch.ones(2, 4).double().float()[:, :3] @ torch.ones(3, 4)).sum().backward()
     unknown, size = replaying.report.misses
     assert re.search(
-        r"node \d+ is SigmoidBackward0, in the nearest recorded structure it is TanhBackward0; at or after Sequential\.0\.(weight|bias), ", unknown
+        r"node \d+ is SigmoidBackward0, in the nearest recorded structure it is TanhBackward0; at or after Sequential\.0\.(weight|bias), ",
+        unknown,
     )
     assert re.search(r"\(of \w+Backward0, node \d+\)", size) and "expected at least 2" in size
     for reason in (unknown, size):
-        assert re.search(r"backward called at .*test_kinds_of_passes\.py:\d+: record such a pass too, into the same file \(", reason), reason
+        assert re.search(
+            r"backward called at .*test_kinds_of_passes\.py:\d+: record such a pass too, into the same file \(", reason
+        ), reason
         assert "export" not in reason

@@ -1,4 +1,5 @@
-"""Optimizer steps of an unmodified script, recorded and replayed: parameters and state equal eager's, and unsupported steps run in eager."""
+"""Optimizer steps of an unmodified script, recorded and replayed: parameters and state equal eager's, and unsupported
+steps run in eager."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def give_gradients(module: nn.Module, step: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator) / 4
 
 
-def trained(make: Make, steps: int, each: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None) -> Any:
+def trained(
+    make: Make, steps: int, each: Callable[[int, torch.optim.Optimizer], object] = lambda step, optimizer: None
+) -> Any:
     """Return the parameters and the optimizer after ``steps``; ``each`` is called before every step."""
     module = net()
     optimizer = make(module.parameters())
@@ -98,7 +101,10 @@ def test_ten_steps_equal_eagers(name: str) -> None:
         ours = trained(KINDS[name], 10)
     same(ours, trained(KINDS[name], 10))
     first = name not in ALWAYS_COMPILED
-    assert (replaying.report.steps, dict(replaying.report.eager_steps)) == (10 - first, {"the optimizer has no state yet": 1} if first else {})
+    assert (replaying.report.steps, dict(replaying.report.eager_steps)) == (
+        10 - first,
+        {"the optimizer has no state yet": 1} if first else {},
+    )
 
 
 def test_ten_steps_of_the_others(tmp_path: Path) -> None:
@@ -111,7 +117,8 @@ def test_ten_steps_of_the_others(tmp_path: Path) -> None:
 
 
 def test_a_parameter_with_gaps_in_memory(tmp_path: Path) -> None:
-    """The parameter is some columns of a wider tensor, as ``torch.linalg.lstsq`` returns. The memory between its rows does not change."""
+    """The parameter is some columns of a wider tensor, as ``torch.linalg.lstsq`` returns. The memory between its rows
+    does not change."""
 
     def trained() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -248,7 +255,9 @@ def exchanged(step: int, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("each", [halved, exchanged])
-def test_state_that_a_script_puts_in_the_place_of_the_optimizers(each: Callable[[int, torch.optim.Optimizer], object]) -> None:
+def test_state_that_a_script_puts_in_the_place_of_the_optimizers(
+    each: Callable[[int, torch.optim.Optimizer], object],
+) -> None:
     with ab.replay(package()) as replaying:
         ours = trained(KINDS["AdamW"], 8, each)
     same(ours, trained(KINDS["AdamW"], 8, each))
@@ -287,7 +296,10 @@ def test_a_gradient_that_was_not_there_when_it_was_recorded() -> None:
     with ab.replay(golden_files.FOLDER / "1.11-updates.pt2") as replaying:
         ours = run()
     torch.testing.assert_close(ours, run(), rtol=1e-5, atol=1e-6)
-    assert replaying.report.steps == 2 and "a parameter has a gradient, and had none when it was recorded" in replaying.report.eager_steps
+    assert (
+        replaying.report.steps == 2
+        and "a parameter has a gradient, and had none when it was recorded" in replaying.report.eager_steps
+    )
 
 
 def test_hooks_and_closures() -> None:
@@ -368,7 +380,9 @@ def test_zero_grad() -> None:
     results = []
     for context in (lambda: ab.replay(package()), contextlib.nullcontext):
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-        optimizer = torch.optim.SGD([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.1}], lr=0.5)
+        optimizer = torch.optim.SGD(
+            [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.1}], lr=0.5
+        )
         with context():
             give_gradients(first, 0)
             kept = first.weight.grad
@@ -532,13 +546,16 @@ def test_a_wrong_step_is_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(traced_step.optimizer_graph, "trace", wrong)
     with ab.record(tmp_path / "wrong.pt2", tune="none") as recording:
         trained(KINDS["SGD"], 3)
-    assert any("is wrong:" in reason and "it differs from eager's step by" in reason for reason in recording.skipped), recording.skipped
+    assert any("is wrong:" in reason and "it differs from eager's step by" in reason for reason in recording.skipped), (
+        recording.skipped
+    )
     assert not (tmp_path / "wrong.pt2").exists()
 
 
 def test_classes_have_their_own_step_afterwards() -> None:
     for kind in interception.SERVED:
-        kind([nn.Parameter(torch.ones(2, 2))])  # the first instance of a class makes PyTorch put hooks around the class's step
+        # The first instance of a class makes PyTorch put hooks around the class's step
+        kind([nn.Parameter(torch.ones(2, 2))])
     before = {kind: vars(kind).get("step") for kind in interception.SERVED}
     with pytest.raises(KeyError), ab.replay(package()):
         assert vars(torch.optim.SGD)["step"] is not before[torch.optim.SGD]
@@ -579,15 +596,30 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = aot_backward("inspect", "bw.pt2").stdout
     assert "steps of torch.optim.adamw.AdamW on 4 parameters with a gradient, state exp_avg, exp_avg_sq, step" in text
     (update,) = json.loads(aot_backward("inspect", "--json", "bw.pt2").stdout)["entries"]["backward"]["updates"]
-    assert (update["optimizer"], update["trained"], update["verdict"]["status"]) == ("torch.optim.adamw.AdamW", 4, "verified")
+    assert (update["optimizer"], update["trained"], update["verdict"]["status"]) == (
+        "torch.optim.adamw.AdamW",
+        4,
+        "verified",
+    )
     replayed = aot_backward("replay", "--json", "bw.pt2", "--", "train.py")
     assert json.loads(replayed.stderr)["optimizer_steps"] == 11
     ran, *more = aot_backward("replay", "bw.pt2", "--", "train.py").stderr.splitlines()
-    assert ran == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled"
-    assert more[0] == "it is not known whether this was faster than eager" and "not timed against eager" in more[1] and len(more) == 2
+    assert (
+        ran
+        == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled"
+    )
+    assert (
+        more[0] == "it is not known whether this was faster than eager"
+        and "not timed against eager" in more[1]
+        and len(more) == 2
+    )
     alone = aot_backward("replay", "--json", "--no-optimizer", "bw.pt2", "--", "train.py")
     assert json.loads(alone.stderr)["optimizer_steps"] == 0
-    assert float(replayed.stdout) == pytest.approx(float(alone.stdout), rel=1e-5) == pytest.approx(float(recording.stdout), rel=1e-5)
+    assert (
+        float(replayed.stdout)
+        == pytest.approx(float(alone.stdout), rel=1e-5)
+        == pytest.approx(float(recording.stdout), rel=1e-5)
+    )
     rebuilt = aot_backward("rebuild", "bw.pt2", "-o", "other.pt2", "--target", "cpu:sse4")
     assert rebuilt.exit_code == 0 and load("other.pt2").recorded_updates()[0][0].verdict.status == "verified"
     again = aot_backward("replay", "--json", "other.pt2", "--", "train.py")

@@ -1,4 +1,5 @@
-"""A replay runs compiled code only if it was the fastest choice when recorded: timing, passes in eager, and the report."""
+"""A replay runs compiled code only if it was the fastest choice when recorded: timing, passes in eager, and the
+report."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def the_pass(path: Path) -> PassSpec:
 def said(chosen: str, *sizes: str) -> Callable[..., Speed]:
     """Replace the measurement: return that ``chosen`` was ten times as fast at each of ``sizes``."""
     labels = sizes or ("s0=3",)
-    timings = tuple(Timing(name, tuple(10.0 if name == chosen else 100.0 for _ in labels)) for name in ("eager", "compiled"))
+    timings = tuple(
+        Timing(name, tuple(10.0 if name == chosen else 100.0 for _ in labels)) for name in ("eager", "compiled")
+    )
     return lambda *_: Speed(chosen, timings, labels, 1, "a processor", "quick", "cpu", torch.__version__, 0)
 
 
@@ -131,7 +134,10 @@ def test_passes_that_look_alike_and_are_not_are_all_recorded(tmp_path: Path) -> 
 
 def test_what_eager_does_as_fast_is_left_out_and_goes_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, net, other = tmp_path / "bw.pt2", small(), unserved()
-    measured_by(monkeypatch, lambda program, *_: said("eager" if "Sigmoid" in str(program.structure.tape.nodes) else "compiled")())
+    measured_by(
+        monkeypatch,
+        lambda program, *_: said("eager" if "Sigmoid" in str(program.structure.tape.nodes) else "compiled")(),
+    )
     with ab.record(path, tune="quick") as recording:
         for each in (net, other):
             passes(each, (3, 3, 5))
@@ -297,7 +303,9 @@ def test_the_command_line_says_it(chosen: str, tmp_path: Path, monkeypatch: pyte
     assert counted is not None and sum(map(int, counted.groups())) == 40 and int(counted[2]) >= 20, done.stderr
     if chosen == "eager":
         assert done.exit_code == 1 and "nothing was written: eager is as fast\n" in done.stderr and not path.exists()
-        assert re.search(r"  left out, not faster than eager: pass\.\w+\.0: eager \d+ µs, compiled \d+ µs", done.stderr), done.stderr
+        assert re.search(
+            r"  left out, not faster than eager: pass\.\w+\.0: eager \d+ µs, compiled \d+ µs", done.stderr
+        ), done.stderr
         return
     assert done.exit_code == 0, done.stderr
     shown = called("inspect", path)
@@ -306,7 +314,8 @@ def test_the_command_line_says_it(chosen: str, tmp_path: Path, monkeypatch: pyte
     (variant,) = described["entries"]["backward"]["structures"][0]["variants"]
     assert variant["speed"]["chosen"] == "compiled" and variant["speed"]["tune"] == "quick"
     replayed = called("replay", "--json", path, "--", script)
-    assert replayed.exit_code == 0 and json.loads(replayed.stderr)["hits"] == 38, replayed.stderr  # the first gradients are not accumulated
+    # The first gradients are not accumulated
+    assert replayed.exit_code == 0 and json.loads(replayed.stderr)["hits"] == 38, replayed.stderr
 
 
 def test_sizes_in_any_order_are_timed_each_by_itself(tmp_path: Path) -> None:
@@ -390,7 +399,8 @@ def test_a_pass_within_a_hook_is_timed_with_the_pass_that_it_is_in(tmp_path: Pat
 
 
 def test_new_structures_in_one_thread_beside_passes_in_eager_in_another() -> None:
-    """The engine's compiler stays in place while another thread's pass is about to call it. Removing it caused a crash."""
+    """The engine's compiler stays in place while another thread's pass is about to call it. Removing it caused a
+    crash."""
     path, known, done = recorded(), unserved(), threading.Event()
 
     def eager() -> None:

@@ -31,9 +31,12 @@ Run = Callable[[Sequence[int]], list[list[Tensor | None]]]
 
 
 def mlp(batches: Sequence[int], *, width: int = 16, activation: type[nn.Module] = nn.Tanh) -> list[list[Tensor | None]]:
-    """Return the gradients of a small net, one list for each batch. Its hidden layers are as wide as one of the batches."""
+    """Return the gradients of a small net, one list for each batch. Its hidden layers are as wide as one of the
+    batches."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, width), activation(), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3))
+    net = nn.Sequential(
+        nn.Linear(8, width), activation(), nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, 3)
+    )
     out = []
     for i, n in enumerate(batches):
         torch.manual_seed(i)
@@ -127,9 +130,9 @@ def test_static_first_then_dynamic(tmp_path: Path) -> None:
     expected = mlp((4, 6, 4))
     with ab.replay(path) as replaying:
         same(expected, mlp((4, 6, 4)))
-    assert replaying.report.hits == 1 and [("has size 6 in dimension 0; expected 4" in m, n) for m, n in replaying.report.misses.items()] == [
-        (True, 1)
-    ]
+    assert replaying.report.hits == 1 and [
+        ("has size 6 in dimension 0; expected 4" in m, n) for m, n in replaying.report.misses.items()
+    ] == [(True, 1)]
     with ab.record(path) as recording:
         mlp((4, 6))
     assert recording.recorded == 1  # the existing variant serves the batch of 4
@@ -162,8 +165,13 @@ def test_a_fresh_process_needs_no_compiler_and_no_dynamo(package: Path, tmp_path
     assert done.returncode == 0, done.stderr
     report, modules, sums = json.loads(done.stdout)
     assert (report["bindings"], report["hits"], report["misses"], report["eager"]) == (1, 2, {}, {})
-    assert not {"torch._dynamo", "torch._inductor", "sympy", "onnx", "click"} & set(modules) and not (tmp_path / "inductor").exists()
-    assert sums == pytest.approx([float(g.double().sum()) for g in mlp((2, 7, 12))[-1] if g is not None], rel=1e-4, abs=1e-5)
+    assert (
+        not {"torch._dynamo", "torch._inductor", "sympy", "onnx", "click"} & set(modules)
+        and not (tmp_path / "inductor").exists()
+    )
+    assert sums == pytest.approx(
+        [float(g.double().sum()) for g in mlp((2, 7, 12))[-1] if g is not None], rel=1e-4, abs=1e-5
+    )
 
 
 def test_a_miss_is_interpreted_counted_and_logged_once(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +207,9 @@ def test_a_wrong_graph_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         infinite = torch.zeros(1, requires_grad=True)
         (torch.randn(3, requires_grad=True).sin().sum() + infinite.sqrt().sum()).backward()
     assert infinite.grad is not None and infinite.grad.isinf()
-    assert [("is wrong:" in reason) for reason in recording.skipped] == [True, True] and not (tmp_path / "bw.pt2").exists()
+    assert [("is wrong:" in reason) for reason in recording.skipped] == [True, True] and not (
+        tmp_path / "bw.pt2"
+    ).exists()
 
 
 def test_leaves_get_gradients_of_their_own(tmp_path: Path) -> None:
@@ -284,7 +294,9 @@ def test_what_a_hook_returns_is_looked_at(tmp_path: Path) -> None:
         assert (expected is None) == (actual is None)
         if expected is not None and actual is not None:
             torch.testing.assert_close(actual, expected)
-        assert [("%v" in m and "undefined" in m) for m in replaying.report.misses] == ([True] if expected is None else [])
+        assert [("%v" in m and "undefined" in m) for m in replaying.report.misses] == (
+            [True] if expected is None else []
+        )
 
 
 class Scaled(torch.autograd.Function):
@@ -330,14 +342,16 @@ def test_a_plain_custom_backward_becomes_part_of_the_graph(tmp_path: Path) -> No
             scaled_step(factor)
     assert not recording.skipped
     structures = ab.load(path).manifest.entries["backward"].structures
-    assert [sum(bool(s.library) for s in t.variants[0].segments) for t in structures] == [1, 1]  # one for each number, each in one piece
+    # One for each number, each in one piece
+    assert [sum(bool(s.library) for s in t.variants[0].segments) for t in structures] == [1, 1]
     assert all(len(s.ops) == 1 or s.library for t in structures for s in t.variants[0].segments)
     expected = [scaled_step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
     with ab.replay(path) as replaying:
         actual = [scaled_step(f) for f in (3.0, 2.0, 2.0, 4.0, 3.0)]
     torch.testing.assert_close(actual, expected)
     report = replaying.report
-    assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)  # the engine's cache does not see the number; our guard does
+    # The engine's cache does not see the number; our guard does
+    assert (report.bindings, report.hits, sum(report.misses.values())) == (1, 3, 1)
 
 
 def test_a_custom_backward_that_does_more_is_called(tmp_path: Path) -> None:
@@ -359,7 +373,9 @@ def test_a_custom_backward_that_does_more_is_called(tmp_path: Path) -> None:
 def test_what_makes_a_custom_backward_plain() -> None:
     def digest(backward: Callable[..., Any], **attributes: Any) -> str:
         function = type(
-            "Function", (torch.autograd.Function,), {"forward": staticmethod(lambda ctx, x: x.clone()), "backward": staticmethod(backward)}
+            "Function",
+            (torch.autograd.Function,),
+            {"forward": staticmethod(lambda ctx, x: x.clone()), "backward": staticmethod(backward)},
         )
         context = function.apply(torch.ones(2, requires_grad=True)).grad_fn
         context.__dict__.update(attributes)
@@ -467,7 +483,10 @@ def test_the_order_of_the_forward_decides_the_order_of_hooks(tmp_path: Path) -> 
     def step(first: str) -> tuple[list[str], Tensor | None]:
         log: list[str] = []
         x, y = (torch.linspace(-1, 1, 6, requires_grad=True) for _ in range(2))
-        made = {n: t.cos() if n == "a" else t.sin() for n, t in ((("a", x), ("b", y)) if first == "a" else (("b", y), ("a", x)))}
+        made = {
+            n: t.cos() if n == "a" else t.sin()
+            for n, t in ((("a", x), ("b", y)) if first == "a" else (("b", y), ("a", x)))
+        }
         for name in ("a", "b"):
             made[name].register_hook(lambda g, n=name: log.append(n))
         (made["a"] + made["b"]).exp().sum().backward()
@@ -593,7 +612,8 @@ def test_threads_one_at_a_time_good_and_bad(package: Path) -> None:
             assert not t.is_alive()
     assert not errors
     same(expected, actual)
-    assert replaying.report.passes == 24  # all are counted; mlp's were replayed while the threads' unserved passes ran in eager
+    # All are counted; mlp's were replayed while the threads' unserved passes ran in eager
+    assert replaying.report.passes == 24
 
 
 def test_a_thousand_hits_leave_nothing(package: Path) -> None:
@@ -629,7 +649,9 @@ def test_the_command_line(script: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, eager.stdout), done.stderr
     assert json.loads(done.stderr)["recorded"] == 3 and json.loads(done.stderr)["skipped"] == {}
     done = aot_backward("replay", package, "--strict", "--json", "--", script, "tanh", "0")
-    assert done.returncode == 0 and (json.loads(done.stderr)["bindings"], json.loads(done.stderr)["hits"]) == (2, 1), done.stderr
+    assert done.returncode == 0 and (json.loads(done.stderr)["bindings"], json.loads(done.stderr)["hits"]) == (2, 1), (
+        done.stderr
+    )
 
     done = aot_backward("replay", package, "--strict", "--", script, "sigmoid", "0")
     assert done.returncode == 1 and done.stderr.startswith("error: the structure"), done.stderr
@@ -656,7 +678,10 @@ def test_what_cannot_be_written_is_found_out_first(tmp_path: Path, package: Path
 def test_two_processes_record_into_one_package(script: Path, tmp_path: Path) -> None:
     package = tmp_path / "bw.pt2"
     argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", str(package), "--", str(script)]
-    both = [subprocess.Popen([*argv, name, "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for name in ("tanh", "sigmoid")]
+    both = [
+        subprocess.Popen([*argv, name, "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for name in ("tanh", "sigmoid")
+    ]
     for process in both:
         _, said = process.communicate()
         assert process.returncode == 0, said
@@ -688,6 +713,8 @@ def test_a_package_of_modules_gets_a_replay_entry(tmp_path: Path) -> None:
 def test_the_functions_of_a_loaded_module_keep_their_names() -> None:
     """Packages of any version find recorded passes by these names."""
     recorded = {"aot_backward_runtime.module._Native", "aot_backward_runtime.module._Refusing"}
-    functions = {f for f in vars(autograd_function).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)}
+    functions = {
+        f for f in vars(autograd_function).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)
+    }
     assert {f"{f.__module__}.{f.__qualname__}" for f in functions} == recorded
     assert {f._backward_cls.__name__ for f in functions} == {"_NativeBackward", "_RefusingBackward"}

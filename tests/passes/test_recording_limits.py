@@ -1,4 +1,5 @@
-"""A recording compiles the structures that came often enough, most expensive first, until a time limit or an interrupt."""
+"""A recording compiles the structures that came often enough, most expensive first, until a time limit or an
+interrupt."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def small(function: Callable[[torch.Tensor], torch.Tensor], size: int = 4) -> Pa
 
 
 SINE, COSINE, EXPONENTIAL = small(torch.sin), small(torch.cos), small(torch.exp)
-OPERATION = {"MmBackward0": "expensive", "SinBackward0": "sine", "CosBackward0": "cosine", "ExpBackward0": "exponential"}
+OPERATION = {
+    "MmBackward0": "expensive",
+    "SinBackward0": "sine",
+    "CosBackward0": "cosine",
+    "ExpBackward0": "exponential",
+}
 
 
 def held(path: Path) -> set[str]:
@@ -91,7 +97,9 @@ def test_passes_that_were_timed_in_eager_are_counted(tmp_path: Path, monkeypatch
         assert (tmp_path / "bw.pt2").exists() is written and recording.added.seldom == (not written)
 
 
-def record_three(path: Path, progress: Callable[[str, int, int], None] = silent, time_limit: float | None = 600) -> ab.recording.record.Recording:
+def record_three(
+    path: Path, progress: Callable[[str, int, int], None] = silent, time_limit: float | None = 600
+) -> ab.recording.record.Recording:
     """Record three structures, the most expensive last. With a time limit the first batch has one structure."""
     recording = ab.record(path, progress=progress, time_limit=time_limit)
     with recording:
@@ -109,8 +117,14 @@ def test_the_most_expensive_first_and_none_after_the_time_limit(tmp_path: Path) 
     most = max(s.backward_seconds for s in recording.structures.values())
     assert first.endswith(f", {math.floor(100 * most / recording.backward_seconds)} % of the backward time")
     recording = record_three(path, lambda stage, done, _: stages.append(stage) if not done else None)
-    assert held(path) == {"expensive", "sine", "cosine"} and (recording.added.unfinished, recording.added.stopped) == (0, "")
-    assert any(stage.startswith("compile 2 of 2 structures") and stage.endswith("100 % of the backward time") for stage in stages)
+    assert held(path) == {"expensive", "sine", "cosine"} and (recording.added.unfinished, recording.added.stopped) == (
+        0,
+        "",
+    )
+    assert any(
+        stage.startswith("compile 2 of 2 structures") and stage.endswith("100 % of the backward time")
+        for stage in stages
+    )
     for wrong in (0, -1, float("nan"), "10"):
         with pytest.raises(ab.InputError, match=r"time_limit is .*; expected a positive number of seconds, or None"):
             ab.record(path, time_limit=wrong)  # type: ignore[arg-type]
@@ -125,7 +139,8 @@ def _interruptible() -> Iterator[None]:
 
 
 def interrupting(*when: tuple[str, int, int]) -> Callable[[str, int, int], None]:
-    """Return a progress callback that interrupts the process at these calls, one after another. Stages match by prefix."""
+    """Return a progress callback that interrupts the process at these calls, one after another. Stages match by
+    prefix."""
     left = list(when)
 
     def say(stage: str, done: int, total: int) -> None:
@@ -147,7 +162,9 @@ def interrupting(*when: tuple[str, int, int]) -> Callable[[str, int, int], None]
     ],
     ids=["between two batches", "the first batch is right", "a part of a batch is right", "twice"],
 )
-def test_an_interrupt_while_compiling_keeps_what_is_finished(when: list[tuple[str, int, int]], finished: int, tmp_path: Path) -> None:
+def test_an_interrupt_while_compiling_keeps_what_is_finished(
+    when: list[tuple[str, int, int]], finished: int, tmp_path: Path
+) -> None:
     path = tmp_path / "bw.pt2"
     with pytest.raises(KeyboardInterrupt):
         record_three(path, interrupting(*when))
@@ -195,7 +212,12 @@ record_three(path, say)
 
 
 def test_who_is_killed_while_compiling_leaves_a_whole_package(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "bw.pt2"], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path / "bw.pt2"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert held(tmp_path / "bw.pt2") == {"expensive"}
 
@@ -236,7 +258,19 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def interrupted(script: Path, when: str) -> subprocess.CompletedProcess[str]:
     default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", "bw.pt2", "--time-limit", "600", "--", script, when]
+    argv = [
+        sys.executable,
+        "-m",
+        "aot_backward.cli",
+        "record",
+        "-o",
+        "bw.pt2",
+        "--time-limit",
+        "600",
+        "--",
+        script,
+        when,
+    ]
     return subprocess.run(argv, capture_output=True, text=True, preexec_fn=default)
 
 
@@ -246,7 +280,11 @@ def test_ctrl_c_in_the_script_compiles_what_was_recorded(script: Path) -> None:
     traceback, _, report = done.stderr.partition("KeyboardInterrupt\n")
     assert traceback.startswith("Traceback") and "aot_backward" not in traceback
     told, passes, written, left = report.splitlines()
-    assert told.startswith("compiling the recorded passes") and passes == "24 backward passes of 4 structures recorded" and left == LEFT
+    assert (
+        told.startswith("compiling the recorded passes")
+        and passes == "24 backward passes of 4 structures recorded"
+        and left == LEFT
+    )
     assert written.startswith("wrote bw.pt2 (") and held(Path("bw.pt2")) == {"expensive", "sine"}
 
 
@@ -266,17 +304,30 @@ def test_the_report_of_a_good_recording(script: Path) -> None:
     second = called("record", "-o", "bw.pt2", "--min-seen", 1, "--json", "--", script)
     report = json.loads(second.stderr)
     assert second.exit_code == 0 and held(Path("bw.pt2")) == set(OPERATION.values())
-    assert (report["compiled"], report["recorded"], report["structures_compiled"], report["seen_too_seldom"]) == (22, 2, 2, 0)
-    assert report["engine"] and report["written"] and report["backward_time_covered"] == 1 and report["stopped_by"] is None
+    assert (report["compiled"], report["recorded"], report["structures_compiled"], report["seen_too_seldom"]) == (
+        22,
+        2,
+        2,
+        0,
+    )
+    assert (
+        report["engine"] and report["written"] and report["backward_time_covered"] == 1 and report["stopped_by"] is None
+    )
     third = called("record", "-o", "bw.pt2", "--", script)
-    assert third.exit_code == 0 and third.stderr.splitlines()[1] == "nothing is new: bw.pt2 covers 100 % of the backward time"
+    assert (
+        third.exit_code == 0
+        and third.stderr.splitlines()[1] == "nothing is new: bw.pt2 covers 100 % of the backward time"
+    )
 
 
 NOTHING = {
     "no pass": ("", ["nothing was written: no backward pass was called"]),
     "once": (
         "x.sin().sum().backward()",
-        ["nothing was written: no structure was seen twice", "1 structure seen once is left out (--min-seen 1 compiles it)"],
+        [
+            "nothing was written: no structure was seen twice",
+            "1 structure seen once is left out (--min-seen 1 compiles it)",
+        ],
     ),
     "eager": (
         "for i in range(3):\n    torch.autograd.grad((x**2).sum(), x, create_graph=True)",
@@ -328,7 +379,9 @@ def test_an_interrupt_ends_the_compilers(tmp_path: Path, monkeypatch: pytest.Mon
     compiler.chmod(0o700)
     monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "cache"))
     with pytest.raises(KeyboardInterrupt), gcc.Builder() as builder:
-        (compiling,) = builder.compile("net", [gcc.Command((str(compiler),), (), {"kernel.cpp": ""})] * 2, tmp_path, 0)[:1]
+        (compiling,) = builder.compile("net", [gcc.Command((str(compiler),), (), {"kernel.cpp": ""})] * 2, tmp_path, 0)[
+            :1
+        ]
         while not started.exists():
             assert not compiling.done()
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Clients that do not import this project: one process records, another replays without a compiler, and the results are compared with eager."""
+"""Clients that do not import this project: one process records, another replays without a compiler, and the results are
+compared with eager."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PLAIN = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": 
 def run(client: str, mode: str, folder: Path, **environment: str) -> dict[str, Any]:
     results = folder / f"{mode}.json"
     argv = [sys.executable, CLIENTS / f"{client}.py", mode, folder / "bw.pt2", results]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **PLAIN, **environment}, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, env={**os.environ, **PLAIN, **environment}, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(results.read_text())
     return found
@@ -39,7 +42,12 @@ def test_a_client_trains_as_in_eager(client: str, tmp_path: Path) -> None:
     inductor = tmp_path / "inductor"
     inductor.mkdir()
     replayed = run(client, "replay", tmp_path, PATH="/nonexistent", TORCHINDUCTOR_CACHE_DIR=str(inductor))
-    print(client, {k: v for k, v in replayed.items() if k not in ("losses", "shapes", "compilers")}, recorded["seconds"], eager["training_seconds"])
+    print(
+        client,
+        {k: v for k, v in replayed.items() if k not in ("losses", "shapes", "compilers")},
+        recorded["seconds"],
+        eager["training_seconds"],
+    )
     assert replayed["misses"] == {} and replayed["eager"] == {}
     assert largest_difference(replayed["losses"], eager["losses"]) <= 1e-4
     assert replayed["shapes"] == eager["shapes"]

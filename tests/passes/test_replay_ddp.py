@@ -1,4 +1,5 @@
-"""``record`` and ``replay`` of scripts in several processes: only the first records, and ``DistributedDataParallel`` passes run in eager."""
+"""``record`` and ``replay`` of scripts in several processes: only the first records, and ``DistributedDataParallel``
+passes run in eager."""
 
 from __future__ import annotations
 
@@ -46,7 +47,16 @@ dist.destroy_process_group()
 
 def torchrun(folder: Path, out: str, *command: object) -> list[dict[str, object]]:
     """Run ``command`` in two processes and return the reports that they print as JSON."""
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--no-python", *command]
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "--no-python",
+        *command,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "AOT_BACKWARD_TUNE": "none", "OUT": out}
     done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
@@ -57,7 +67,9 @@ def test_passes_of_ddp_are_eagers_and_the_first_process_records_the_others(tmp_p
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     torchrun(tmp_path, "eager", sys.executable, script)
-    (recording,) = torchrun(tmp_path, "recorded", *PROGRAM, "record", "--no-optimizer", "--json", "-o", "bw.pt2", "--", script)
+    (recording,) = torchrun(
+        tmp_path, "recorded", *PROGRAM, "record", "--no-optimizer", "--json", "-o", "bw.pt2", "--", script
+    )
     assert recording["recorded"] == 4
     replaying = torchrun(tmp_path, "replayed", *PROGRAM, "replay", "--no-optimizer", "--json", "bw.pt2", "--", script)
     assert sorted(report["rank"] for report in replaying) == [0, 1]  # type: ignore[type-var]
@@ -65,7 +77,9 @@ def test_passes_of_ddp_are_eagers_and_the_first_process_records_the_others(tmp_p
         assert (report["eager"], report["misses"]) == ({DATA_PARALLEL: 4}, {})
         assert report["bindings"] + report["hits"] == 4  # type: ignore[operator]
     for rank in range(2):
-        eager, recorded, replayed = (torch.load(tmp_path / f"{name}.{rank}") for name in ("eager", "recorded", "replayed"))
+        eager, recorded, replayed = (
+            torch.load(tmp_path / f"{name}.{rank}") for name in ("eager", "recorded", "replayed")
+        )
         assert all(map(torch.equal, eager, recorded))
         torch.testing.assert_close(replayed, eager)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("bw", ".bw"))) == ["bw.pt2"]
@@ -98,7 +112,8 @@ def test_a_pass_of_ddp_is_left_to_eager_by_name(made: str) -> None:
 
 
 def test_a_pass_whose_hooks_call_a_reducer_is_an_error() -> None:
-    """``DistributedDataParallel(…, mixed_precision=…)`` calls it like this, but needs a GPU's events. The engine does not refuse such a pass."""
+    """``DistributedDataParallel(…, mixed_precision=…)`` calls it like this, but needs a GPU's events. The engine does
+    not refuse such a pass."""
     ddp = SimpleNamespace(reducer=SimpleNamespace(_autograd_hook=lambda number: None))
     net = nn.Linear(4, 2)
     accumulator = net.weight.expand_as(net.weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -125,7 +140,9 @@ def test_what_a_communication_hook_raises_comes_out_of_backward() -> None:
     assert recording.recorded == 1 and not recording.report.eager
 
 
-def test_a_record_context_in_another_process_than_the_first_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_context_in_another_process_than_the_first_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     net = nn.Linear(4, 2)

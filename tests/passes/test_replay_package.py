@@ -1,4 +1,5 @@
-"""Packages of recorded passes: the command line's description, and tampered manifests that are refused before native code runs."""
+"""Packages of recorded passes: the command line's description, and tampered manifests that are refused before native
+code runs."""
 
 from __future__ import annotations
 
@@ -129,7 +130,10 @@ def test_inspect_says_what_limits_a_variant(recorded: Path, tmp_path: Path) -> N
         v = variant(manifest)
         v["symbols"] = [
             {**v["symbols"][0], "label": "rows", "maximum": 64, "scale": 2, "offset": 1},
-            *({"name": f"s{i}", "label": f"s{i}", "input": -1, "dim": i, "minimum": 0, "maximum": None} for i in range(1, 11)),
+            *(
+                {"name": f"s{i}", "label": f"s{i}", "input": -1, "dim": i, "minimum": 0, "maximum": None}
+                for i in range(1, 11)
+            ),
         ]
         v["guards"] = ["s10 % 8 == 0", "s0 > s1"]
         v["ambient"] = {"autocast": "bfloat16"}
@@ -151,8 +155,12 @@ def test_inspect_as_json(recorded: Path) -> None:
     described = json.loads(done("inspect", recorded, "--json").stdout)
     manifest = json.loads(taken_apart(recorded)[MANIFEST])
     assert described["entries"]["backward"]["kind"] == "replay"
-    for shown, stored in zip(described["entries"]["backward"]["structures"], entry(manifest)["structures"], strict=True):
-        assert {k: shown[k] for k in ("fingerprint", "nodes", "operations")} == {k: stored[k] for k in ("fingerprint", "nodes", "operations")}
+    for shown, stored in zip(
+        described["entries"]["backward"]["structures"], entry(manifest)["structures"], strict=True
+    ):
+        assert {k: shown[k] for k in ("fingerprint", "nodes", "operations")} == {
+            k: stored[k] for k in ("fingerprint", "nodes", "operations")
+        }
         assert shown["seconds_uncompiled"] == stored["seconds"] > 0
         ((v,), (w,)) = shown["variants"], stored["variants"]
         assert v["sizes"] == w["sizes"] and [t["shape"] for t in v["inputs"]] == [t["shape"] for t in w["inputs"]]
@@ -193,7 +201,10 @@ def test_verify_runs_the_other_entries_of_a_package(tmp_path: Path) -> None:
         for rows in (2, 3):
             net(torch.ones(rows, 3)).sum().backward()
     shown = done("verify", path).stdout
-    assert "tensors match eager's" in shown and "entry 'backward': recorded passes of 1 structure, 1 variant: compared" in shown
+    assert (
+        "tensors match eager's" in shown
+        and "entry 'backward': recorded passes of 1 structure, 1 variant: compared" in shown
+    )
     assert "numbers were not compared" not in shown
 
 
@@ -204,7 +215,9 @@ def test_verify_of_passes_for_another_torch(recorded: Path, tmp_path: Path) -> N
     assert called("verify", path, "--no-run").exit_code == 0
 
 
-@pytest.mark.parametrize("change", [lambda v: v["inputs"].pop(), lambda v: v["sizes"].pop(), lambda v: v.update(scalars=[1.5])])
+@pytest.mark.parametrize(
+    "change", [lambda v: v["inputs"].pop(), lambda v: v["sizes"].pop(), lambda v: v.update(scalars=[1.5])]
+)
 def test_a_variant_of_another_number_of_operands_serves_no_pass(recorded: Path, tmp_path: Path, change: Change) -> None:
     path = edited(recorded, tmp_path / "edited.pt2", lambda m: change(variant(m, 1)))
     with ab.replay(path) as replaying:

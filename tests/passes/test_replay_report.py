@@ -33,12 +33,14 @@ UNKNOWN = "it is not known whether this was faster than eager"
 
 
 def timed(eager: float, *sizes: int) -> Path:
-    """Return a package of :func:`passes` of :func:`small` that says eager took so many microseconds at these sizes and compiled code was faster. Do
-    not write to it."""
+    """Return a package of :func:`passes` of :func:`small` that says eager took so many microseconds at these sizes and
+    compiled code was faster. Do not write to it."""
 
     def make(path: Path) -> None:
         speed = said("compiled", *(f"s0={size}" for size in sizes))()
-        timings = tuple(Timing(t.name, tuple(eager if t.name == "eager" else 0.0 for _ in t.microseconds)) for t in speed.timings)
+        timings = tuple(
+            Timing(t.name, tuple(eager if t.name == "eager" else 0.0 for _ in t.microseconds)) for t in speed.timings
+        )
         with pytest.MonkeyPatch.context() as patch:
             measured_by(patch, lambda *_: dataclasses.replace(speed, timings=timings))
             with ab.record(path, tune="quick"):
@@ -54,7 +56,8 @@ def miss(times: int) -> None:
 
 
 def grad_at_a_new_place(loss: torch.Tensor, x: torch.Tensor) -> None:
-    """Call from a new place, which is two frames. The first passes from a place are interpreted, and the later ones run in eager."""
+    """Call from a new place, which is two frames. The first passes from a place are interpreted, and the later ones run
+    in eager."""
     inner = compile("torch.autograd.grad(loss, x)", "<place>", "eval")
     names = {"torch": torch, "loss": loss, "x": x, "inner": inner}
     eval(compile("eval(inner)", f"<caller {next(PLACES)}>", "eval"), names)
@@ -67,7 +70,12 @@ def test_a_good_replay_takes_two_lines_and_says_against_what_time_was_saved() ->
     assert ran == "20 of 20 backward passes (1 binding, 19 hits) ran compiled" and re.fullmatch(EAGER, saved)
     report = replaying.report.to_json()
     assert report["engine"] and (report["passes"], report["compiled"]) == (20, 20)
-    assert report["seconds_saved"] is not None and not report["untimed"] and not report["seconds_untimed"] and not report["seconds_interpreted"]
+    assert (
+        report["seconds_saved"] is not None
+        and not report["untimed"]
+        and not report["seconds_untimed"]
+        and not report["seconds_interpreted"]
+    )
 
 
 def test_what_was_not_timed_in_eager_is_neither_saved_nor_lost() -> None:
@@ -86,11 +94,17 @@ def test_only_sizes_that_were_timed_are_compared() -> None:
     with ab.replay(path) as replaying:
         passes(small(), [9] * 10)
     _, saved, why = str(replaying.report).splitlines()
-    assert saved == UNKNOWN and why.startswith("  not compared x10: timed against eager at other sizes: record 20 passes or more of each size")
+    assert saved == UNKNOWN and why.startswith(
+        "  not compared x10: timed against eager at other sizes: record 20 passes or more of each size"
+    )
 
 
 @pytest.mark.parametrize(
-    ("eager", "words"), [(1e9, r"at least \d+\.\d{3} s saved compared with eager"), (0.0, r"at least \d+\.\d{3} s lost compared with eager")]
+    ("eager", "words"),
+    [
+        (1e9, r"at least \d+\.\d{3} s saved compared with eager"),
+        (0.0, r"at least \d+\.\d{3} s lost compared with eager"),
+    ],
 )
 def test_misses_count_against_what_was_saved(eager: float, words: str) -> None:
     path = timed(eager)
@@ -98,11 +112,17 @@ def test_misses_count_against_what_was_saved(eager: float, words: str) -> None:
         passes(small(), [3] * 5)
         miss(20)
     _, saved, *reasons = str(replaying.report).splitlines()
-    assert re.match(words, saved) and "; the misses took " in saved and len(reasons) == 1 and replaying.report.interpreted > 0
+    assert (
+        re.match(words, saved)
+        and "; the misses took " in saved
+        and len(reasons) == 1
+        and replaying.report.interpreted > 0
+    )
 
 
 def test_misses_may_leave_it_open() -> None:
-    """The saved time is less than the misses took, and eager's time for these is unknown. Or the loss is less than the untimed passes took."""
+    """The saved time is less than the misses took, and eager's time for these is unknown. Or the loss is less than the
+    untimed passes took."""
     report = Report(compiled=1, saved_against_eager=1.0, interpreted=2.0)
     assert str(report).endswith(f"ran compiled\n{UNKNOWN}") and report.to_json()["seconds_saved"] is None
     assert Report(compiled=1, saved_against_eager=-1.0, untimed_seconds=2.0, untimed=Reasons(x=1)).saved is None
@@ -154,8 +174,18 @@ for step in range(9):
 def test_a_replay_that_is_interrupted_prints_its_report(tmp_path: Path, form: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(INTERRUPTED)
-    argv = [sys.executable, "-m", "aot_backward.cli", "replay", *(["--json"] if form == "json" else []), str(recorded()), "--", str(script)]
-    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
+    argv = [
+        sys.executable,
+        "-m",
+        "aot_backward.cli",
+        "replay",
+        *(["--json"] if form == "json" else []),
+        str(recorded()),
+        "--",
+        str(script),
+    ]
+    # Tests that run in the background ignore it
+    default = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     done = subprocess.run(argv, capture_output=True, text=True, preexec_fn=default)
     assert done.returncode == -signal.SIGINT, done.stderr
     traceback, _, report = done.stderr.partition("KeyboardInterrupt\n")
@@ -168,11 +198,20 @@ def test_a_replay_that_is_interrupted_prints_its_report(tmp_path: Path, form: st
 
 def test_a_short_recording_keeps_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     script, path = tmp_path / "train.py", tmp_path / "bw.pt2"
-    script.write_text("import torch\nx = torch.ones(3, requires_grad=True)\nfor _ in range(5):\n    x.sin().sum().backward()\n")
+    script.write_text(
+        "import torch\nx = torch.ones(3, requires_grad=True)\nfor _ in range(5):\n    x.sin().sum().backward()\n"
+    )
     done = aot_backward("record", "--tune", "quick", "-o", path, "--", script)
     _, written, brief = done.stderr.splitlines()
-    assert done.returncode == 1 and written == "nothing was written: all recorded passes were left out" and not path.exists()
-    assert "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none" in brief
+    assert (
+        done.returncode == 1
+        and written == "nothing was written: all recorded passes were left out"
+        and not path.exists()
+    )
+    assert (
+        "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
+        in brief
+    )
     done = aot_backward("record", "--tune", "none", "-o", path, "--", script)
     assert done.returncode == 0 and path.exists(), done.stderr
 
@@ -200,6 +239,14 @@ def test_the_most_frequent_reasons_are_shown_and_few() -> None:
         torch.autograd.grad((x**2).sum(), x, create_graph=True)
     ran, *reasons = str(replaying.report).splitlines()
     assert ran == "0 of 14 backward passes ran compiled"
-    starts = ["  miss x5: ", "  miss x3: ", "  miss x2: ", "  miss x3: (other reasons)", "  eager x1: create_graph=True"]
-    assert len(reasons) == 5 and all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True)), reasons
+    starts = [
+        "  miss x5: ",
+        "  miss x3: ",
+        "  miss x2: ",
+        "  miss x3: (other reasons)",
+        "  eager x1: create_graph=True",
+    ]
+    assert len(reasons) == 5 and all(reason.startswith(start) for reason, start in zip(reasons, starts, strict=True)), (
+        reasons
+    )
     assert len(replaying.report.to_json()["misses"]) == 5

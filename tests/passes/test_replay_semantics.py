@@ -1,7 +1,8 @@
-"""The scenarios of ``tests/support/backward_passes/`` as compiled code: recorded once into one package, replayed and compared with eager.
+"""The scenarios of ``tests/support/backward_passes/`` as compiled code: recorded once into one package, replayed and
+compared with eager.
 
-``test_tape.py`` compares the bits of all scenarios, interpreted. This file compares the scenarios that compilation could break, within their dtype's
-tolerance.
+``test_tape.py`` compares the bits of all scenarios, interpreted. This file compares the scenarios that compilation
+could break, within their dtype's tolerance.
 """
 
 from __future__ import annotations
@@ -75,9 +76,13 @@ def close(expected: object, actual: object, reduced_precision: bool = False) -> 
         tolerance = 2e-2 if reduced_precision or expected.dtype in (torch.bfloat16, torch.float16) else 2e-5
         return torch.allclose(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
     if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
-        return len(expected) == len(actual) and all(close(e, a, reduced_precision) for e, a in zip(expected, actual, strict=True))
+        return len(expected) == len(actual) and all(
+            close(e, a, reduced_precision) for e, a in zip(expected, actual, strict=True)
+        )
     if isinstance(expected, float) and isinstance(actual, float):
         return abs(expected - actual) <= 1e-4 * (1 + abs(expected))
     e_text, a_text = str(expected), str(actual)  # logs: equal words and close numbers
     numbers = zip(_NUMBER.findall(e_text), _NUMBER.findall(a_text), strict=False)
-    return _NUMBER.sub("#", e_text) == _NUMBER.sub("#", a_text) and all(abs(float(e) - float(a)) <= 1e-4 * (1 + abs(float(e))) for e, a in numbers)
+    return _NUMBER.sub("#", e_text) == _NUMBER.sub("#", a_text) and all(
+        abs(float(e) - float(a)) <= 1e-4 * (1 + abs(float(e))) for e, a in numbers
+    )

@@ -39,7 +39,8 @@ TROUBLE = {
 
 @pytest.fixture(autouse=True)
 def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # once initialised in this process, torch.distributed prefixes each line with ranks
+    # Once initialised in this process, torch.distributed prefixes each line with ranks
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 @pytest.mark.parametrize("name", TROUBLE)
@@ -50,7 +51,8 @@ def test_as_python(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     before = list(sys.path), list(sys.argv), sys.modules["__main__"]
     python = subprocess.run([sys.executable, "folder/train.py", "a", "--b"], capture_output=True, text=True)
     ours = called("record", "-o", "bw.pt2", "--", "folder/train.py", "a", "--b")
-    assert (ours.exit_code, ours.stdout) == (python.returncode or 1, python.stdout), ours.output  # 1: nothing was recorded
+    # 1: nothing was recorded
+    assert (ours.exit_code, ours.stdout) == (python.returncode or 1, python.stdout), ours.output
     if "Traceback" in python.stderr or python.returncode == 1:
         assert ours.stderr.startswith(python.stderr)
         assert ours.stderr == python.stderr or not python.stderr.startswith("Traceback")
@@ -79,7 +81,11 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [line.split('"')[1] for line in ours.stderr.splitlines() if line.startswith("  File ")]
     assert files == [str(inside / "train.py"), str(inside / "other.py")]
     fails(called("record", "-o", "bw.pt2", "--", "-m", "studio.absent"), 1, "No module named studio.absent")
-    fails(called("record", "-o", "bw.pt2", "--", "-m", "studio.parts"), 1, "'studio.parts' is a package and cannot be directly executed")
+    fails(
+        called("record", "-o", "bw.pt2", "--", "-m", "studio.parts"),
+        1,
+        "'studio.parts' is a package and cannot be directly executed",
+    )
     fails(called("record", "-o", "bw.pt2", "--", "-m"), 2, "-m needs the name of a module")
 
 
@@ -104,7 +110,9 @@ if __name__ == "__main__":
 """
 
 
-def test_what_a_module_that_ends_by_itself_defines_is_there_when_it_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_module_that_ends_by_itself_defines_is_there_when_it_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("atelier").mkdir()
     Path("atelier/fit.py").write_text(OF_A_PACKAGE)
@@ -117,7 +125,11 @@ def test_what_a_module_that_ends_by_itself_defines_is_there_when_it_is_compiled(
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('ran')\n")
-    fails(called("record", "-o", tmp_path / "bw.pt2", "--", tmp_path / "absent.py"), 2, f"the script {tmp_path / 'absent.py'} does not exist")
+    fails(
+        called("record", "-o", tmp_path / "bw.pt2", "--", tmp_path / "absent.py"),
+        2,
+        f"the script {tmp_path / 'absent.py'} does not exist",
+    )
     fails(called("record", "-o", tmp_path / "bw.pt2", "--", tmp_path), 2, f"the script {tmp_path} is not a file")
     fails(called("replay", tmp_path / "absent.pt2", "--", script), 1, str(tmp_path / "absent.pt2"))
     fails(called("record", "-o", tmp_path / "none" / "bw.pt2", "--", script), 1, str(tmp_path / "none"))
@@ -147,11 +159,16 @@ def test_an_error_of_a_backward_pass_shows_torchs_frames_and_none_of_ours(tmp_pa
 
 def test_an_interrupted_script_ends_by_the_signal(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import atexit, os, signal\natexit.register(print, 'at the end')\nos.kill(os.getpid(), signal.SIGINT)\nprint('never')\n")
-    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests that run in the background ignore it, and so would their children
+    script.write_text(
+        "import atexit, os, signal\natexit.register(print, 'at the end')\nos.kill(os.getpid(), signal.SIGINT)\nprint('never')\n"
+    )
+    # Tests that run in the background ignore it, and so would their children
+    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     python = subprocess.run([sys.executable, script], capture_output=True, text=True, preexec_fn=default)
     argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", tmp_path / "bw.pt2", "--", script]
     ours = subprocess.run(argv, capture_output=True, text=True, env=dict(os.environ), preexec_fn=default)
-    assert (ours.returncode, ours.stdout) == (python.returncode, python.stdout) and ours.stderr.startswith(python.stderr)
+    assert (ours.returncode, ours.stdout) == (python.returncode, python.stdout) and ours.stderr.startswith(
+        python.stderr
+    )
     assert ours.stderr.endswith("nothing was written: no backward pass was called\n")
     assert ours.returncode == -signal.SIGINT

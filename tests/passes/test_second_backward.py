@@ -1,4 +1,5 @@
-"""Loops that differentiate gradients: the pass with ``create_graph=True`` runs in eager, and the pass that differentiates it again is replayed."""
+"""Loops that differentiate gradients: the pass with ``create_graph=True`` runs in eager, and the pass that
+differentiates it again is replayed."""
 
 from __future__ import annotations
 

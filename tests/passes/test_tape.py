@@ -1,4 +1,5 @@
-"""Recorded backward passes compared bit for bit with eager, the fingerprint, and the state that a session leaves in the process."""
+"""Recorded backward passes compared bit for bit with eager, the fingerprint, and the state that a session leaves in the
+process."""
 
 from __future__ import annotations
 
@@ -33,11 +34,15 @@ LEFT_TO_EAGER = {
     "batched_gradients": {_BATCHED: 3},
     "jacobian": {_BATCHED: 3},
     "update_through_a_view_of_another_type": {"view_fn not supported by compiled autograd": 3},
-    "nothing_in_reach": {"the order in which eager runs the nodes cannot be derived from the roots of this pass": 2, _AGAIN: 4},
+    "nothing_in_reach": {
+        "the order in which eager runs the nodes cannot be derived from the roots of this pass": 2,
+        _AGAIN: 4,
+    },
     "jagged_tensors": {"NestedTensor support not implemented.": 3},
 }
 """Scenario -> the number of its passes that run in eager, and the reason. All other passes are recorded."""
-_OF_PYTORCHS_OWN = "ignore:The .grad attribute of a Tensor"  # Dynamo's compiled autograd reads .grad of tensors that are not leaves
+# Dynamo's compiled autograd reads .grad of tensors that are not leaves
+_OF_PYTORCHS_OWN = "ignore:The .grad attribute of a Tensor"
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +54,19 @@ def quiet() -> Iterator[None]:
 
 
 def bits(value: object) -> object:
-    """Return the bytes of a tensor with its dtype and shape. Compared as bytes, NaN equals itself and -0.0 differs from 0.0."""
+    """Return the bytes of a tensor with its dtype and shape. Compared as bytes, NaN equals itself and -0.0 differs from
+    0.0."""
     if not isinstance(value, Tensor):
         return value
     if value.layout == torch.sparse_coo:
         return value.is_coalesced(), bits(value._indices()), bits(value._values())
     plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return value.dtype, value.shape, value.requires_grad, plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return (
+        value.dtype,
+        value.shape,
+        value.requires_grad,
+        plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
+    )
 
 
 @pytest.mark.filterwarnings(_OF_PYTORCHS_OWN)
@@ -153,16 +164,36 @@ def tape_of(name: str) -> Tape:
     return session.tapes[0]
 
 
-NAMES = ["mlp", "fan_in", "custom_undefined_gradients", "custom_materialized_gradients", "copy_slices", "complex_numbers", "saved_tensor_hooks"]
-NAMES += ["as_many_outputs_as_rows", "module_hooks", "grad_of_intermediate", "retained_gradients", "post_accumulate_hooks", "views", "convolutions"]
+NAMES = [
+    "mlp",
+    "fan_in",
+    "custom_undefined_gradients",
+    "custom_materialized_gradients",
+    "copy_slices",
+    "complex_numbers",
+    "saved_tensor_hooks",
+]
+NAMES += [
+    "as_many_outputs_as_rows",
+    "module_hooks",
+    "grad_of_intermediate",
+    "retained_gradients",
+    "post_accumulate_hooks",
+    "views",
+    "convolutions",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_print(name: str) -> None:
     tape = tape_of(name)
     lines = str(tape).splitlines()
-    assert sum(line.startswith("  ") for line in lines) == len(tape.ops) + 1, "one line per operation, and what is returned"
-    assert sum(line.startswith("# ") for line in lines) <= len(tape.nodes) and len(lines) == 1 + sum(line[:2] in ("  ", "# ") for line in lines[1:])
+    assert sum(line.startswith("  ") for line in lines) == len(tape.ops) + 1, (
+        "one line per operation, and what is returned"
+    )
+    assert sum(line.startswith("# ") for line in lines) <= len(tape.nodes) and len(lines) == 1 + sum(
+        line[:2] in ("  ", "# ") for line in lines[1:]
+    )
 
 
 def test_fingerprint_holds_for_every_batch_and_step() -> None:
@@ -209,11 +240,21 @@ def test_every_field_changes_the_fingerprint() -> None:
     op = Op("apply", "Mul", ([Slot("input", 0)], 2.0, torch.float32), (0,), 1)
     tape = Tape((op,), (Slot("value", 0),), 1, 2, ("int",), 3, 4, ("Mul",))
     other_op = {"kind": "custom", "name": "Div", "operands": ([Slot("input", 0)], 3.0, torch.float32), "results": (-1,)}
-    other = {"ops": (op, op), "outputs": (None,), "inputs": 7, "sizes": 7, "scalars": ("float",), "hooks": 7, "packed": 7}
+    other = {
+        "ops": (op, op),
+        "outputs": (None,),
+        "inputs": 7,
+        "sizes": 7,
+        "scalars": ("float",),
+        "hooks": 7,
+        "packed": 7,
+    }
     fields = {f.name for f in dataclasses.fields(Tape) if not f.metadata.get("derived")}
     assert fields == set(other) and {f.name for f in dataclasses.fields(Op)} - {"node"} == set(other_op)
     changed = [dataclasses.replace(tape, **{name: value}) for name, value in other.items()]
-    changed += [dataclasses.replace(tape, ops=(dataclasses.replace(op, **{name: value}),)) for name, value in other_op.items()]
+    changed += [
+        dataclasses.replace(tape, ops=(dataclasses.replace(op, **{name: value}),)) for name, value in other_op.items()
+    ]
     assert len({t.fingerprint() for t in (tape, *changed)}) == 1 + len(changed)
     same = dataclasses.replace(tape, nodes=("Other",), ops=(dataclasses.replace(op, node=5),))
     assert same.fingerprint() == tape.fingerprint(), "where it came from has no effect"
@@ -221,7 +262,11 @@ def test_every_field_changes_the_fingerprint() -> None:
 
 def _run(script: str, *arguments: str, given: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", _OF_PYTORCHS_OWN, "-c", script, *arguments], input=given, capture_output=True, text=True, timeout=900
+        [sys.executable, "-W", "error", "-W", _OF_PYTORCHS_OWN, "-c", script, *arguments],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

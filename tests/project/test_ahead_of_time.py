@@ -1,4 +1,5 @@
-"""Test the tool that compares ways to compile gradients ahead of time: it finds differences, and its page in docs/ is complete."""
+"""Test the tool that compares ways to compile gradients ahead of time: it finds differences, and its page in docs/ is
+complete."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare a way that always computes from the values of the capture. The tool must report every later change that it ignores."""
+    """Compare a way that always computes from the values of the capture. The tool must report every later change that
+    it ignores."""
 
     def load(folder: Path, program: Callable[[], torch.nn.Module]) -> tuple[ways.Program, torch.nn.Module]:
         captured, module = program(), program()
 
         def call(*args: torch.Tensor) -> torch.Tensor:
             loss = captured(*args)
-            for parameter, gradient in zip(module.parameters(), torch.autograd.grad(loss, list(captured.parameters())), strict=True):
+            for parameter, gradient in zip(
+                module.parameters(), torch.autograd.grad(loss, list(captured.parameters())), strict=True
+            ):
                 parameter.grad = gradient
             return loss.detach()
 
@@ -33,7 +37,12 @@ def test_what_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ways.WAYS, "deaf", ways.Way(ways.WAYS["eager"].write, load))
     found = {case: one.changed("deaf", case)["verdict"] for case in one.CASES}
     assert found.pop("an input of float64") == "refused"
-    deaf = ("new values in the parameters' `.data`", "a hook on each parameter", "a parameter that is frozen", "`module.eval()` with dropout")
+    deaf = (
+        "new values in the parameters' `.data`",
+        "a hook on each parameter",
+        "a parameter that is frozen",
+        "`module.eval()` with dropout",
+    )
     assert found == {case: "differs" if case in deaf else "eager's" for case in found}
 
 
@@ -56,12 +65,26 @@ def test_ours_at_a_size_that_is_dynamic(tmp_path: Path) -> None:
 
 
 def test_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = ["--models", "mlp", "--rounds", "1", "--ways", "eager,ours", "--cases", "a hook on each parameter", "--docs", str(tmp_path / "page")]
+    argv = [
+        "--models",
+        "mlp",
+        "--rounds",
+        "1",
+        "--ways",
+        "eager,ours",
+        "--cases",
+        "a hook on each parameter",
+        "--docs",
+        str(tmp_path / "page"),
+    ]
     monkeypatch.setattr("sys.argv", ["ahead_of_time", *argv])
     with pytest.raises(SystemExit, match=r"^0$"):
         tool.main()
     found = json.loads((tmp_path / "page.json").read_text())
-    assert {r["way"]: [e["right"] for e in (*r["compiler"], *r["none"])] for r in found["first"]} == {"eager": [True] * 2, "ours": [True] * 2}
+    assert {r["way"]: [e["right"] for e in (*r["compiler"], *r["none"])] for r in found["first"]} == {
+        "eager": [True] * 2,
+        "ours": [True] * 2,
+    }
     assert next(e["compilers"] for r in found["first"] if r["way"] == "ours" for e in r["none"]) == []
     assert "| a hook on each parameter | eager's |" in (tmp_path / "page.md").read_text()
 

@@ -1,4 +1,5 @@
-"""Test a fixed sample of the operators of `make coverage` (docs/benchmarks/coverage.md), and the tool: it finds errors and survives crashes."""
+"""Test a fixed sample of the operators of `make coverage` (docs/benchmarks/coverage.md), and the tool: it finds errors
+and survives crashes."""
 
 from __future__ import annotations
 
@@ -18,22 +19,84 @@ ROOT = Path(__file__).parents[2]
 
 SAMPLE = {
     "op_db": (
-        *("add", "mul", "div.floor_rounding", "pow", "exp", "lgamma", "sigmoid", "where", "clamp", "special.i0e", "fft.rfft", "complex"),
-        *("sum", "mean", "std", "logsumexp", "prod", "cumsum", "cumprod", "logcumsumexp", "cummax", "amax", "median", "norm", "masked.softmax"),
-        *("matmul", "addmm", "einsum", "linalg.cholesky", "linalg.solve", "linalg.svd", "linalg.norm", "triangular_solve"),
-        *("cat", "stack", "split", "index_select", "gather", "scatter_add", "index_put", "take_along_dim", "sort", "topk", "roll", "as_strided"),
-        *("tril", "diag_embed", "unfold", "nn.functional.pad.reflect", "nn.functional.interpolate.bilinear", "nn.functional.grid_sample"),
-        *("nn.functional.conv2d", "nn.functional.conv_transpose2d", "nn.functional.max_pool2d", "nn.functional.avg_pool1d"),
+        "add",
+        "mul",
+        "div.floor_rounding",
+        "pow",
+        "exp",
+        "lgamma",
+        "sigmoid",
+        "where",
+        "clamp",
+        "special.i0e",
+        "fft.rfft",
+        "complex",
+        "sum",
+        "mean",
+        "std",
+        "logsumexp",
+        "prod",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "cummax",
+        "amax",
+        "median",
+        "norm",
+        "masked.softmax",
+        "matmul",
+        "addmm",
+        "einsum",
+        "linalg.cholesky",
+        "linalg.solve",
+        "linalg.svd",
+        "linalg.norm",
+        "triangular_solve",
+        "cat",
+        "stack",
+        "split",
+        "index_select",
+        "gather",
+        "scatter_add",
+        "index_put",
+        "take_along_dim",
+        "sort",
+        "topk",
+        "roll",
+        "as_strided",
+        "tril",
+        "diag_embed",
+        "unfold",
+        "nn.functional.pad.reflect",
+        "nn.functional.interpolate.bilinear",
+        "nn.functional.grid_sample",
+        "nn.functional.conv2d",
+        "nn.functional.conv_transpose2d",
+        "nn.functional.max_pool2d",
+        "nn.functional.avg_pool1d",
         *("nn.functional.layer_norm", "nn.functional.batch_norm", "softmax", "nn.functional.gelu", "nn.functional.elu"),
         *("nn.functional.cross_entropy", "nn.functional.nll_loss", "nn.functional.embedding", "nn.functional.dropout"),
         *("nn.functional.scaled_dot_product_attention",),
     ),
-    "module_db": ("nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.GroupNorm", "nn.LSTM", "nn.GRUCell", "nn.MultiheadAttention", "nn.Bilinear"),
+    "module_db": (
+        "nn.Linear",
+        "nn.Conv2d",
+        "nn.BatchNorm2d",
+        "nn.GroupNorm",
+        "nn.LSTM",
+        "nn.GRUCell",
+        "nn.MultiheadAttention",
+        "nn.Bilinear",
+    ),
     "autograd_function_db": ("MulGenVmapAutogradFunction", "ScaleGradGenVmapAutogradFunction"),
     "custom_op_db": ("NumpyMulCustomOp",),
-    "hop_db": ("cond.simple", *(("map.simple", "map.nested", "map.triple_nested") if torch_api.at_least("2.13") else ())),
+    "hop_db": (
+        "cond.simple",
+        *(("map.simple", "map.nested", "map.triple_nested") if torch_api.at_least("2.13") else ()),
+    ),
 }
-"""One or more operators of each kind; all pass. Before torch 2.13, an assertion of Inductor fails when it lowers a map."""
+"""One or more operators of each kind; all pass. Before torch 2.13, an assertion of Inductor fails when it lowers a
+map."""
 
 
 def coverage(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -48,7 +111,18 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 def test_a_sample_of_all_kinds(tmp_path: Path) -> None:
     names = ",".join(sorted({n for own in SAMPLE.values() for n in own}))
     done = coverage(
-        "--names", names, "--only", ",".join(SAMPLE), "--samples", 1, "--size", 24, "--resume", tmp_path / "results", "--docs", tmp_path / "c"
+        "--names",
+        names,
+        "--only",
+        ",".join(SAMPLE),
+        "--samples",
+        1,
+        "--size",
+        24,
+        "--resume",
+        tmp_path / "results",
+        "--docs",
+        tmp_path / "c",
     )
     found = json.loads((tmp_path / "c.json").read_text())["operators"]
     verdicts = {(o["database"], o["operator"]): (o["verdict"], [c["reason"] for c in o["cases"]]) for o in found}
@@ -57,7 +131,9 @@ def test_a_sample_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_what_misbehaves_gets_a_verdict_and_the_rest_goes_on(tmp_path: Path) -> None:
-    done = coverage("--only", "faults", "--resume", tmp_path / "results", "--limit", 40, "--jobs", 1, "--docs", tmp_path / "c")
+    done = coverage(
+        "--only", "faults", "--resume", tmp_path / "results", "--limit", 40, "--jobs", 1, "--docs", tmp_path / "c"
+    )
     found = read(tmp_path / "results")
     assert {n: (r["verdict"], r["reason"]) for n, r in found.items() if r["verdict"] in ("crashed", "no gradient")} == {
         "aborts": ("crashed", "run in eager: SIGABRT"),
@@ -76,7 +152,9 @@ def test_what_misbehaves_gets_a_verdict_and_the_rest_goes_on(tmp_path: Path) -> 
     with (tmp_path / "results").open("a") as file:
         file.write('{"database": "faults", "operator": "sou')  # the last line of a killed run
     coverage("--only", "faults", "--resume", tmp_path / "results", "--again", "refused", "--names", "data_dependent")
-    assert [json.loads(line)["operator"] for line in (tmp_path / "results").read_text()[len(before) :].splitlines()] == ["data_dependent"]
+    assert [
+        json.loads(line)["operator"] for line in (tmp_path / "results").read_text()[len(before) :].splitlines()
+    ] == ["data_dependent"]
 
 
 def test_a_spoilt_gradient_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +179,9 @@ def test_an_unknown_operator_is_named() -> None:
     assert done.returncode == 2 and "no operator 'speed' in faults" in done.stderr
 
 
-@pytest.mark.parametrize(("page", "least"), [("coverage", (95, 95)), ("coverage-record", (95, 95)), ("coverage-onnx", (70, 90))])
+@pytest.mark.parametrize(
+    ("page", "least"), [("coverage", (95, 95)), ("coverage-record", (95, 95)), ("coverage-onnx", (70, 90))]
+)
 def test_the_figures_in_the_docs(page: str, least: tuple[int, int]) -> None:
     """Every operator was run, none is wrong or crashed, and the page agrees with the JSON file."""
     found = json.loads((ROOT / "docs" / "benchmarks" / f"{page}.json").read_text())

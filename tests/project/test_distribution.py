@@ -29,7 +29,11 @@ assert value == 3 and gradient.tolist() == [1 / 3, 2 / 3, 2 / 3] or abs(gradient
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("wheels")
     for folder in (ROOT / "runtime", ROOT):
-        done = subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, folder], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, folder],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return {path.name.split("-")[0]: path for path in out.iterdir()}
 
@@ -47,7 +51,8 @@ def sources(folder: Path, below: Path) -> set[str]:
 def test_the_wheels_hold_the_code_and_the_license_and_nothing_else(wheels: dict[str, Path]) -> None:
     assert wheels.keys() == {"aot_backward", "aot_backward_runtime"}
     expected = {
-        "aot_backward": sources(ROOT / "aot_backward", ROOT) | sources(ROOT / "exporters" / "aot_backward_exporters", ROOT / "exporters"),
+        "aot_backward": sources(ROOT / "aot_backward", ROOT)
+        | sources(ROOT / "exporters" / "aot_backward_exporters", ROOT / "exporters"),
         "aot_backward_runtime": sources(ROOT / "runtime" / "aot_backward_runtime", ROOT / "runtime"),
     }
     for name, wheel in wheels.items():
@@ -61,17 +66,43 @@ def test_the_wheels_hold_the_code_and_the_license_and_nothing_else(wheels: dict[
 
 
 def test_installed_wheels_work(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path / "site"),
+    ]
     subprocess.run([*pip, *map(str, wheels.values())], check=True, capture_output=True)
     # Put the wheels before the editable installation of this checkout.
-    argv = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1])\n{_USE}", str(tmp_path / "site"), str(package)]
+    argv = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, sys.argv[1])\n{_USE}",
+        str(tmp_path / "site"),
+        str(package),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_runtime_alone_runs_a_package(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
     """The process cannot import the rest of this project."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path / "site"),
+    ]
     subprocess.run([*pip, str(wheels["aot_backward_runtime"])], check=True, capture_output=True)
     code = f"""
 import sys
@@ -86,5 +117,7 @@ try:
 except ModuleNotFoundError:
     print("alone")
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "site"), str(package)], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "site"), str(package)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.stdout == "alone\n", done.stderr

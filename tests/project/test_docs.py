@@ -1,5 +1,5 @@
-"""README.md and the guides in docs/ are true: their commands and programs are run, in order, in one folder each. The tests and files that
-docs/reliability.md and CONTRIBUTING.md name are there."""
+"""README.md and the guides in docs/ are true: their commands and programs are run, in order, in one folder each. The
+tests and files that docs/reliability.md and CONTRIBUTING.md name are there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def commands(text: str) -> list[str]:
 
 def run(argv: list[str], folder: Path) -> str:
     # the command that was installed with this interpreter, wherever it is called from
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "AOT_BACKWARD_LIBTORCH": LIBTORCH}
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "AOT_BACKWARD_LIBTORCH": LIBTORCH,
+    }
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -42,7 +46,11 @@ def run(argv: list[str], folder: Path) -> str:
 
 PAGES = [
     "README.md",
-    *(page.relative_to(ROOT).as_posix() for part in (".", "tutorials", "how-to") for page in sorted((ROOT / "docs" / part).glob("*.md"))),
+    *(
+        page.relative_to(ROOT).as_posix()
+        for part in (".", "tutorials", "how-to")
+        for page in sorted((ROOT / "docs" / part).glob("*.md"))
+    ),
 ]
 PAGES = [page for page in PAGES if any(kind != "text" for kind, _, _ in blocks(ROOT / page))]
 PAGES = [page for page in PAGES if page not in ("docs/index.md", "docs/format.md")]  # the start page is tested below
@@ -86,14 +94,22 @@ def test_every_command_and_program_of_a_page_works(page: str, tmp_path: Path) ->
 
 
 def test_the_makes_that_the_readme_names_are_there() -> None:
-    named = [c for kind, _, text in blocks(ROOT / "README.md") if kind == "console" for c in commands(text) if c.startswith("make ")]
+    named = [
+        c
+        for kind, _, text in blocks(ROOT / "README.md")
+        if kind == "console"
+        for c in commands(text)
+        if c.startswith("make ")
+    ]
     assert named == ["make demo", "make test"]
     for command in named:  # `make test` is this run; `make demo` is run by test_examples.py
         run([*shlex.split(command), "-n"], ROOT)
 
 
 def test_the_start_page_gives_commands_that_other_tests_run() -> None:
-    demo = subprocess.run(["make", "-n", "demo", "BIN=BIN"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    demo = subprocess.run(
+        ["make", "-n", "demo", "BIN=BIN"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     tested = {line.replace("BIN/", "").replace("build/", "") for line in demo.splitlines()}  # by test_examples.py
     tested |= {c for kind, _, text in blocks(ROOT / "README.md") if kind == "console" for c in commands(text)}
     named = [c for kind, _, text in blocks(ROOT / "docs/index.md") if kind == "console" for c in commands(text)]
@@ -117,7 +133,8 @@ def files_of_tests() -> dict[str, list[Path]]:
 
 
 def wrong_tests(text: str) -> list[str]:
-    """Of a page in docs/, the links ``[test_name](../tests/FILE.py)`` that lead to a file without a test of that name, each with where it is."""
+    """Of a page in docs/, the links ``[test_name](../tests/FILE.py)`` that lead to a file without a test of that name,
+    each with where it is."""
     tests, out = files_of_tests(), []
     for name, target in re.findall(r"\[(test_\w+)\]\(([^)]*)\)", text):
         if (ROOT / "docs" / target).resolve() not in tests.get(name, []):
@@ -144,7 +161,9 @@ def test_what_slow_txt_names_is_there() -> None:
     """Files and tests; not the single cases of a test."""
     named = {line.partition("[")[0] for line in (ROOT / "tests" / "slow.txt").read_text().splitlines()}
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    there |= {f"{path.relative_to(ROOT).as_posix()}::{name}" for name, paths in files_of_tests().items() for path in paths}
+    there |= {
+        f"{path.relative_to(ROOT).as_posix()}::{name}" for name, paths in files_of_tests().items() for path in paths
+    }
     assert named - there == set()
 
 
@@ -152,22 +171,30 @@ def test_the_check_of_the_fault_table_can_fail() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     assert wrong_tests(text.replace("[test_nan_and_inf_are_as_in_eager]", "[test_nan_and_inf_are_not]"))
     (wrong,) = wrong_tests("[test_links_lead_somewhere](../tests/conftest.py)")
-    assert wrong.startswith("test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/") and wrong.endswith("test_docs.py")
+    assert wrong.startswith(
+        "test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/"
+    ) and wrong.endswith("test_docs.py")
     names = ["test_row_32_two_exporters_one_target", "test_row_33_two_exporters_one_target"]
     assert rows_without_their_tests(text, names) == names[1:]
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files and folders of the repository that a page names in backticks and that are not there; NAMES in capitals stand for something else."""
-    named = {p for p in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", text) if re.search(r"/|\.(?:py|md|toml|txt|json|pt2)$", p)}
+    """Files and folders of the repository that a page names in backticks and that are not there; NAMES in capitals
+    stand for something else."""
+    named = {
+        p for p in re.findall(r"`([\w.-]+(?:/[\w.-]*)*)`", text) if re.search(r"/|\.(?:py|md|toml|txt|json|pt2)$", p)
+    }
     missing = {p for p in named if not re.search(r"\b[A-Z]+\.(?!md)", p) and not (ROOT / p).exists()}
     return sorted(p for p in missing if "/" in p or not p.endswith(".py") or missing_modules(f"`{p}`"))
 
 
 def missing_modules(text: str) -> list[str]:
-    """Modules that a page names in backticks, from their distribution's folder or from the room they are in, and that are not there."""
+    """Modules that a page names in backticks, from their distribution's folder or from the room they are in, and that
+    are not there."""
     there = [
-        f"/{p.relative_to(ROOT).as_posix()}" for folder in ("aot_backward", "exporters", "runtime", "tests") for p in (ROOT / folder).rglob("*.py")
+        f"/{p.relative_to(ROOT).as_posix()}"
+        for folder in ("aot_backward", "exporters", "runtime", "tests")
+        for p in (ROOT / folder).rglob("*.py")
     ]
     return sorted(n for n in set(re.findall(r"`([\w/]+\.py)`", text)) if not any(p.endswith(f"/{n}") for p in there))
 

@@ -14,7 +14,16 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_parts_run_and_a_leak_is_found(tmp_path: Path) -> None:
     names = [n for n in parts.PARTS if n != "structures"]
-    command = [sys.executable, "-m", "tests.tools.endurance", "--work", tmp_path / "work", "--docs", tmp_path / "found", "--calls"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tools.endurance",
+        "--work",
+        tmp_path / "work",
+        "--docs",
+        tmp_path / "found",
+        "--calls",
+    ]
     done = subprocess.run([*command, "60", "--only", ",".join(names)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["parts"]

@@ -1,4 +1,5 @@
-"""examples/ddp_step: two processes under torchrun agree with one process on whole batches. A resumed training ends in the same bits."""
+"""examples/ddp_step: two processes under torchrun agree with one process on whole batches. A resumed training ends in
+the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "ddp_step"
 
 def script(*argv: object, env: dict[str, str] | None = None) -> list[float]:
     """Run a script and return the losses that it prints."""
-    done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(loss) for loss in re.findall(r"^epoch \d+: loss ([0-9.]+)$", done.stdout, re.MULTILINE)]
 
@@ -36,4 +39,6 @@ def test_two_processes_and_one(tmp_path: Path) -> None:
     assert ours.keys() - {"random/cpu/1"} == theirs.keys()
     for name, tensor in theirs.items():
         if not name.startswith("random/"):
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                ours[name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+            )

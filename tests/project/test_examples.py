@@ -38,7 +38,9 @@ def test_digits_by_make_demo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     # load.py asserts the accuracies and the differences of the losses. Times depend on the machine.
     for way in ("eager", "eager, Adam(fused=True)", "loaded module", "loaded training step"):
-        assert re.search(rf"^{re.escape(way)} +[0-9.]+ +[0-9.]+ +9[0-9.]+%  [0-9.e+-]+$", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^{re.escape(way)} +[0-9.]+ +[0-9.]+ +9[0-9.]+%  [0-9.e+-]+$", done.stdout, re.MULTILINE), (
+            done.stdout
+        )
     assert "entry 'step' variant 0: " in done.stdout and f"open file://{tmp_path}/build/digits.html\n" in done.stdout
     assert (tmp_path / "build" / "digits.html").is_file()
     assert script(tmp_path / "examples" / "digits" / "export.py", tmp_path / "digits.pt2").endswith("digits.pt2\n")

@@ -1,5 +1,6 @@
-"""Test the fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` for the C library) with a few hundred mutations, and with faults that
-they must notice. They mutate golden packages, so nothing is compiled. docs/benchmarks/fuzzing.md reports a longer run."""
+"""Test the fuzzing commands (``python -m tests.tools.fuzz``, and ``.native`` for the C library) with a few hundred
+mutations, and with faults that they must notice. They mutate golden packages, so nothing is compiled.
+docs/benchmarks/fuzzing.md reports a longer run."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
 def test_a_mutation_follows_from_its_number(tmp_path: Path) -> None:
     for number in (3, 7):
         code = (
-            f"import hashlib, pathlib; from tests.tools.fuzz.spoiling import spoilt; m = spoilt(5, {number}, pathlib.Path({str(tmp_path)!r}), ('a',))"
+            "import hashlib, pathlib; from tests.tools.fuzz.spoiling import spoilt; "
+            f"m = spoilt(5, {number}, pathlib.Path({str(tmp_path)!r}), ('a',))"
         )
         (tmp_path / "a.pt2").write_bytes((Path(__file__).parents[1] / "golden" / "1.0-pair.pt2").read_bytes())
         said = [

@@ -30,5 +30,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.tools.gpu", "--only", "native"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.gpu", "--only", "native"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "sees no GPU. Use --device cpu for the parts that do not need one." in done.stderr

@@ -1,4 +1,5 @@
-"""Check the imports between subpackages: which are allowed, that none forms a circle, and that only ``torch_api`` uses private names of torch."""
+"""Check the imports between subpackages: which are allowed, that none forms a circle, and that only ``torch_api`` uses
+private names of torch."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ _RUNTIME, _EXPORTERS = "aot_backward_runtime", "aot_backward_exporters"
 _FILES = f"{_RUNTIME}.errors", f"{_RUNTIME}.format", f"{_RUNTIME}.package"
 _CALLS = *_FILES, f"{_RUNTIME}.torch_api", f"{_RUNTIME}.native", f"{_RUNTIME}.operators"
 _BASE = tuple(
-    f"{_EXPORTERS}.{name}" for name in ("fake_quantization", "fx_splice", "graph", "process_state", "progress", "sixteen_bits", "torch_api")
+    f"{_EXPORTERS}.{name}"
+    for name in ("fake_quantization", "fx_splice", "graph", "process_state", "progress", "sixteen_bits", "torch_api")
 )
 _LIBRARY = _RUNTIME, *_BASE
 ALLOWED = {
-    # Subpackage or module -> the prefixes that its modules may import, in addition to itself. The longest key that is a prefix of a module applies.
-    # A key names only earlier keys.
+    # Subpackage or module -> the prefixes that its modules may import, in addition to itself. The longest key that is a
+    # prefix of a module applies. A key names only earlier keys.
     f"{_RUNTIME}.errors": (),
     f"{_RUNTIME}.torch_api": (f"{_RUNTIME}.errors",),
     f"{_RUNTIME}.format": (f"{_RUNTIME}.errors",),
@@ -68,17 +70,44 @@ ALLOWED = {
         *("aot_backward.capture", "aot_backward.checks"),
     ),
     "aot_backward.recording": (
-        *(*_LIBRARY, _EXPORTERS, "aot_backward.operators", "aot_backward.tensor_file", "aot_backward.capture", "aot_backward.checks"),
+        *(
+            *_LIBRARY,
+            _EXPORTERS,
+            "aot_backward.operators",
+            "aot_backward.tensor_file",
+            "aot_backward.capture",
+            "aot_backward.checks",
+        ),
         *("aot_backward.entries", "aot_backward.packaging"),
     ),
-    "aot_backward.api": (*_LIBRARY, "aot_backward.entries", "aot_backward.operators", "aot_backward.capture", "aot_backward.packaging"),
+    "aot_backward.api": (
+        *_LIBRARY,
+        "aot_backward.entries",
+        "aot_backward.operators",
+        "aot_backward.capture",
+        "aot_backward.packaging",
+    ),
     "aot_backward.forcefield_entry": (*_LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.derivative_entries": (*_LIBRARY, "aot_backward.entries", "aot_backward.capture"),
     "aot_backward.onnx": (
-        *(*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.capture", "aot_backward.checks", "aot_backward.packaging"),
+        *(
+            *_LIBRARY,
+            _EXPORTERS,
+            "aot_backward.entries",
+            "aot_backward.capture",
+            "aot_backward.checks",
+            "aot_backward.packaging",
+        ),
         "aot_backward.api",
     ),
-    "aot_backward.web": (*_LIBRARY, _EXPORTERS, "aot_backward.entries", "aot_backward.checks", "aot_backward.packaging", "aot_backward.api"),
+    "aot_backward.web": (
+        *_LIBRARY,
+        _EXPORTERS,
+        "aot_backward.entries",
+        "aot_backward.checks",
+        "aot_backward.packaging",
+        "aot_backward.api",
+    ),
     "aot_backward.commands": (*_LIBRARY, _EXPORTERS, "aot_backward.tensor_file", "aot_backward.checks"),
     # The page shows only the archive. It needs the reader of portable graphs, but neither capture nor compiler.
     "aot_backward.report": (_RUNTIME, f"{_EXPORTERS}.graph", f"{_EXPORTERS}.portable"),
@@ -91,7 +120,13 @@ ALLOWED = {
             "aot_backward.checks.verify",
             "aot_backward.packaging.rebuild",
         ),
-        *("aot_backward.recording", "aot_backward.onnx", "aot_backward.web", "aot_backward.commands", "aot_backward.report"),
+        *(
+            "aot_backward.recording",
+            "aot_backward.onnx",
+            "aot_backward.web",
+            "aot_backward.commands",
+            "aot_backward.report",
+        ),
     ),
     "aot_backward": (),  # the façade
 }
@@ -119,7 +154,8 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def imports(name: str, path: Path, source: str) -> Iterator[str]:
-    """Yield every module that ``source`` imports, also inside functions. ``from a import b`` yields a.b if that is a module of ours, else a."""
+    """Yield every module that ``source`` imports, also inside functions. ``from a import b`` yields a.b if that is a
+    module of ours, else a."""
     known = {n for n, _ in modules()}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -162,7 +198,12 @@ def wrong_imports(name: str, path: Path, source: str) -> list[str]:
     ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
     if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks import the names that they offer
         return []
-    return [i for i in ours if not within(i, (*ALLOWED[own], own)) and not (name.startswith(f"{_EXPORTERS}.") and i == _EXPORTERS)]  # itself
+    # Itself
+    return [
+        i
+        for i in ours
+        if not within(i, (*ALLOWED[own], own)) and not (name.startswith(f"{_EXPORTERS}.") and i == _EXPORTERS)
+    ]
 
 
 def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
@@ -191,12 +232,18 @@ def rooms() -> dict[str, list[str]]:
 @pytest.mark.parametrize("room", rooms())
 def test_a_room_says_what_it_is_for_and_is_not_too_full(room: str) -> None:
     assert len(rooms()[room]) <= LARGEST_ROOM
-    assert ast.get_docstring(ast.parse((FOLDERS[room.split(".")[0]].joinpath(*room.split(".")[1:]) / "__init__.py").read_text()))
+    assert ast.get_docstring(
+        ast.parse((FOLDERS[room.split(".")[0]].joinpath(*room.split(".")[1:]) / "__init__.py").read_text())
+    )
 
 
 def test_nothing_imports_in_a_circle() -> None:
     facades = {"aot_backward", _RUNTIME}
-    graph = {n: {i for i in imports(n, p, p.read_text()) if i.split(".")[0] in FOLDERS} - facades - {n} for n, p in modules() if n not in facades}
+    graph = {
+        n: {i for i in imports(n, p, p.read_text()) if i.split(".")[0] in FOLDERS} - facades - {n}
+        for n, p in modules()
+        if n not in facades
+    }
     assert circles(graph) == []
     of_rooms: dict[str, set[str]] = {}
     for name, ours in graph.items():
@@ -219,21 +266,32 @@ def test_private_names_of_torch_stand_in_torch_api(name: str, path: Path) -> Non
     assert name.endswith((".torch_api", ".cuda.cross_compile")) or found == set()
 
 
-@pytest.mark.parametrize(("name", "path"), [(n, p) for n, p in modules() if within(n, _FILES)], ids=[n for n, _ in modules() if within(n, _FILES)])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [(n, p) for n, p in modules() if within(n, _FILES)],
+    ids=[n for n, _ in modules() if within(n, _FILES)],
+)
 def test_what_reads_packages_imports_no_torch(name: str, path: Path) -> None:
-    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []  # also not inside functions
+    # Also not inside functions
+    assert [i for i in imports(name, path, path.read_text()) if i.split(".")[0] == "torch"] == []
 
 
 def test_these_checks_can_fail() -> None:
     path = FOLDERS["aot_backward_runtime"] / "package" / "archive.py"
     assert "torch.nn" in list(imports("aot_backward_runtime.package.archive", path, "def f():\n    import torch.nn"))
     path = FOLDERS["aot_backward_runtime"] / "native" / "plan.py"
-    assert wrong_imports("aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export") == ["aot_backward.api"]
+    assert wrong_imports(
+        "aot_backward_runtime.native.plan", path, "def f():\n    from aot_backward.api import export"
+    ) == ["aot_backward.api"]
     for facade in ("aot_backward", "aot_backward_exporters"):
         assert wrong_imports("aot_backward_runtime.native.plan", path, f"import {facade}") == [facade]
-    assert wrong_imports("aot_backward_runtime.format.elf", path, "from aot_backward_runtime import load") == ["aot_backward_runtime"]
+    assert wrong_imports("aot_backward_runtime.format.elf", path, "from aot_backward_runtime import load") == [
+        "aot_backward_runtime"
+    ]
     path = FOLDERS["aot_backward"] / "cli" / "run.py"
-    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint_graph") == ["aot_backward.capture.joint_graph"]
+    assert wrong_imports("aot_backward.cli.run", path, "from ..capture import joint_graph") == [
+        "aot_backward.capture.joint_graph"
+    ]
     assert list(private("import torch._inductor\nx = torch._C._aoti\nfrom torch._dynamo import y")) != []
 
 

@@ -17,7 +17,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_the_measure_can_fail() -> None:
     right = {"a": torch.randn(5), "b": None, "loss": torch.ones(())}
     one._compared(right, right)
-    for wrong, words in (({"a": right["a"] * 1.01}, "a is off by"), ({"a": None}, "a is None"), ({"b": torch.zeros(2)}, "b is not None")):
+    for wrong, words in (
+        ({"a": right["a"] * 1.01}, "a is off by"),
+        ({"a": None}, "a is None"),
+        ({"b": torch.zeros(2)}, "b is not None"),
+    ):
         with pytest.raises(one.Wrong, match=words):
             one._compared(right | wrong, right)
 
@@ -30,11 +34,23 @@ def test_the_models_run_at_each_size(name: str) -> None:
         case.module(*case.args(size))
 
 
-def test_one_model_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_model_in_two_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A second run measures nothing again."""
     monkeypatch.setattr(table, "SHAPES", ("dynamic",))
     rows, ways = tmp_path / "rows.jsonl", ["ours", one.PEERS[0]]
-    argv = ["model_table", "--names", "mlp", "--ways", ",".join(ways), "--resume", str(rows), "--docs", str(tmp_path / "models")]
+    argv = [
+        "model_table",
+        "--names",
+        "mlp",
+        "--ways",
+        ",".join(ways),
+        "--resume",
+        str(rows),
+        "--docs",
+        str(tmp_path / "models"),
+    ]
     for lines in (2, 0):
         monkeypatch.setattr("sys.argv", argv)
         table.main()

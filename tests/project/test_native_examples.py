@@ -1,5 +1,5 @@
-"""Build and run the examples without PyTorch as their first lines say: molecular dynamics and a resumed training in C, a training with NumPy,
-gradients in Rust, and a function in a zip."""
+"""Build and run the examples without PyTorch as their first lines say: molecular dynamics and a resumed training in C,
+a training with NumPy, gradients in Rust, and a function in a zip."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ def run(*argv: object, folder: Path | None = None) -> str:
 
 def commands(file: Path) -> list[str]:
     """Return the commands in the first comment of ``file``, with the paths of the tests' library and header."""
-    found = re.findall(r"^(?: \*|//!)? {2,5}(?:\* {4})?((?:python|gcc|rustc|unzip|\./) ?.*)$", file.read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^(?: \*|//!)? {2,5}(?:\* {4})?((?:python|gcc|rustc|unzip|\./) ?.*)$", file.read_text(), re.MULTILINE
+    )
     return [
-        c.replace("build/native", str(c_library.build())).replace("runtime/native/include", str(ROOT / "runtime" / "native" / "include"))
+        c.replace("build/native", str(c_library.build())).replace(
+            "runtime/native/include", str(ROOT / "runtime" / "native" / "include")
+        )
         for c in found
     ]
 
@@ -57,7 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_molecular_dynamics_in_c_keeps_the_energy(folder: Path) -> None:
     assert len(commands(EXAMPLES / "molecular_dynamics" / "export.py")) == 3
     said = follow(EXAMPLES / "molecular_dynamics" / "export.py", folder)
-    found = re.search(r"512 atoms, (\d+) pairs, neighbours found (\d+) times; the energy drifted by (\S+) at most", said)
+    found = re.search(
+        r"512 atoms, (\d+) pairs, neighbours found (\d+) times; the energy drifted by (\S+) at most", said
+    )
     assert found and int(found[1]) > 6 * 512 and int(found[2]) > 3 and float(found[3]) < 2e-3
 
 

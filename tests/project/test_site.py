@@ -1,4 +1,5 @@
-"""The site of docs/ is whole: what `make docs`, which fails on a link or an anchor that leads nowhere, would not miss by itself."""
+"""The site of docs/ is whole: what `make docs`, which fails on a link or an anchor that leads nowhere, would not miss
+by itself."""
 
 from __future__ import annotations
 
@@ -53,6 +54,7 @@ def releases_between(older: str, newer: str) -> int:
 
 def test_the_figures_are_not_older_than_the_release_before() -> None:
     path, _ = summary.newest(ROOT / "docs", "doors")
-    measured = dict(summary.measurements(ROOT / "docs"))[path]["machine"].get("version", "0.1.0")  # the first files have no version
+    # The first files have no version
+    measured = dict(summary.measurements(ROOT / "docs"))[path]["machine"].get("version", "0.1.0")
     assert releases_between(measured, aot_backward.__version__) <= 1
     assert releases_between("0.1.0", "0.3.0") == 2 and releases_between("0.9.1", "1.0.0") > 1

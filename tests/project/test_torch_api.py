@@ -1,5 +1,5 @@
-"""Check that this torch has the private names, the Inductor options and the operator namespaces that the project uses. Run this file first for a new
-version of torch: it names everything that is missing."""
+"""Check that this torch has the private names, the Inductor options and the operator namespaces that the project uses.
+Run this file first for a new version of torch: it names everything that is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_every_private_name_is_there_that_should_be() -> None:
             getattr(torch_api, name)
         except (AttributeError, ImportError) as error:
             gone[f"{module}.{name}"] = str(error)
-    came_later = {f"{torch_api._NAMES[n]}.{n}" for n, since in torch_api._SINCE.items() if not torch_api.at_least(since)}
+    came_later = {
+        f"{torch_api._NAMES[n]}.{n}" for n, since in torch_api._SINCE.items() if not torch_api.at_least(since)
+    }
     assert gone.keys() == came_later, gone
 
 
@@ -33,7 +35,10 @@ def test_a_name_of_a_newer_torch_says_which_to_install(monkeypatch: pytest.Monke
     name = "newest"
     monkeypatch.setitem(torch_api._NAMES, name, "torch.nowhere")
     monkeypatch.setitem(torch_api._SINCE, name, "99.1")
-    with pytest.raises(ImportError, match=rf"torch\.nowhere\.newest came with torch 99\.1; this is {torch.__version__.split('+')[0]}.*: pip install"):
+    with pytest.raises(
+        ImportError,
+        match=rf"torch\.nowhere\.newest came with torch 99\.1; this is {torch.__version__.split('+')[0]}.*: pip install",
+    ):
         getattr(torch_api, name)
     monkeypatch.setattr(torch, "__version__", "99.1.0+cpu")
     with pytest.raises(ImportError, match=rf"supports torch 2\.11, .*{SUPPORTED[-1]}; this is 99\.1\.0"):

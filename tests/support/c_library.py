@@ -1,5 +1,5 @@
-"""The C library of runtime/native, built by gcc once in a test run and called by ctypes. It uses the libtorch of this process, so its results equal
-the Python runtime's bit for bit."""
+"""The C library of runtime/native, built by gcc once in a test run and called by ctypes. It uses the libtorch of this
+process, so its results equal the Python runtime's bit for bit."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def dl_tensor(tensor: torch.Tensor | None) -> DLTensor:
         return DLTensor()
     count = max(1, tensor.dim())
     shape, strides = (ctypes.c_int64 * count)(*tensor.shape), (ctypes.c_int64 * count)(*tensor.stride())
-    out = DLTensor(tensor.data_ptr(), _Device(1, 0), tensor.dim(), _DataType(*_DTYPES[tensor.dtype], 1), shape, strides, 0)
+    out = DLTensor(
+        tensor.data_ptr(), _Device(1, 0), tensor.dim(), _DataType(*_DTYPES[tensor.dtype], 1), shape, strides, 0
+    )
     out.keep = tensor, shape, strides
     return out
 
@@ -166,7 +168,9 @@ class Function:
 
     def run(self, *inputs: torch.Tensor, variant: int = 0) -> list[torch.Tensor | None]:
         """Return the outputs and, for a gradient function, the gradients."""
-        return self._call("run", inputs, self.count(OUTPUTS, variant) + (self.count(GRADIENTS, variant) if self.kind == "grad" else 0))
+        return self._call(
+            "run", inputs, self.count(OUTPUTS, variant) + (self.count(GRADIENTS, variant) if self.kind == "grad" else 0)
+        )
 
     def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor | None]:
         return self._call("forward", inputs, self.count(OUTPUTS))
@@ -194,7 +198,11 @@ class Function:
         return found
 
     def number(self, group: int, key: str, value: float, position: int = -1) -> None:
-        check(library().aotb_number(self.handle, ctypes.c_int64(group), key.encode(), ctypes.c_int64(position), ctypes.c_double(value)))
+        check(
+            library().aotb_number(
+                self.handle, ctypes.c_int64(group), key.encode(), ctypes.c_int64(position), ctypes.c_double(value)
+            )
+        )
 
     def progress(self) -> Progress:
         out = Progress()

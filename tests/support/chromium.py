@@ -16,8 +16,8 @@ from typing import Any
 def answer_of(folder: Path, script: str, timeout: float) -> Any:
     """Serve ``folder`` and a page that runs ``script``, a module that assigns what is wanted to ``answer``. Return it.
 
-    A page that raises is a ``RuntimeError``, one without an answer after ``timeout`` seconds a ``TimeoutError``. Chromium's own ``--dump-dom``
-    sometimes prints the page before its scripts are done.
+    A page that raises is a ``RuntimeError``, one without an answer after ``timeout`` seconds a ``TimeoutError``.
+    Chromium's own ``--dump-dom`` sometimes prints the page before its scripts are done.
     """
     answers: queue.Queue[Any] = queue.Queue()
     send = 'const send = (value) => fetch("answer", { method: "POST", body: JSON.stringify(value) });'
@@ -52,7 +52,9 @@ def answer_of(folder: Path, script: str, timeout: float) -> Any:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-        browser = subprocess.Popen(["chromium", *flags, f"http://127.0.0.1:{server.server_port}/"], stderr=subprocess.DEVNULL)
+        browser = subprocess.Popen(
+            ["chromium", *flags, f"http://127.0.0.1:{server.server_port}/"], stderr=subprocess.DEVNULL
+        )
         try:
             result = answers.get(timeout=timeout)
         except queue.Empty:

@@ -65,7 +65,9 @@ def training() -> dict[str, ab.Step | ab.Grad]:
     module = nn.Sequential(*layers)
     batch = torch.export.Dim("batch", min=4, max=64)
     variant = ab.Variant((torch.randn(16, 4), torch.randint(3, (16,))), dynamic_shapes=({0: batch}, {0: batch}))
-    optimizer = torch.optim.AdamW([{"params": layers[0].parameters(), "lr": 1e-3}, {"params": module[1:].parameters()}], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [{"params": layers[0].parameters(), "lr": 1e-3}, {"params": module[1:].parameters()}], lr=1e-2
+    )
     step = ab.Step(module, [variant], optimizer, loss_fn=nn.functional.cross_entropy, accumulate=True, clip_norm=1.0)
     return {"fit": step, "distance": sole()}
 
@@ -76,5 +78,9 @@ def static() -> ab.Step:
     module = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     return ab.Step(
-        module, [ab.Variant((torch.randn(8, 4), torch.randint(3, (8,))))], optimizer, loss_fn=nn.functional.cross_entropy, distributed=True
+        module,
+        [ab.Variant((torch.randn(8, 4), torch.randint(3, (8,))))],
+        optimizer,
+        loss_fn=nn.functional.cross_entropy,
+        distributed=True,
     )

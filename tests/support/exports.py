@@ -13,7 +13,8 @@ from . import zoo
 
 
 def shared(name: str, make: Callable[[Path], object]) -> Path:
-    """Return ``NAME.pt2`` in the folder that this test run shares (tests/conftest.py). If it does not exist, ``make(path)`` makes it."""
+    """Return ``NAME.pt2`` in the folder that this test run shares (tests/conftest.py). If it does not exist,
+    ``make(path)`` makes it."""
     path = Path(os.environ["AOT_BACKWARD_TEST_FOLDER"]) / f"{name}.pt2"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -28,7 +29,10 @@ def module(name: str, *, dynamic: bool) -> Path:
     def make(path: Path) -> None:
         case = zoo.make(name)
         ab.export_module(
-            case.module.train(case.mode == "train"), case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes if dynamic else None, path=path
+            case.module.train(case.mode == "train"),
+            case.args(case.sizes[0]),
+            dynamic_shapes=case.dynamic_shapes if dynamic else None,
+            path=path,
         )
 
     return shared(f"{name}-{'dynamic' if dynamic else 'static'}", make)

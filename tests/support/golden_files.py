@@ -13,4 +13,6 @@ FOLDER = Path(__file__).parents[1] / "golden"
 PAIR = FOLDER / "1.0-pair.pt2"
 BUILT = ".".join(open_package(PAIR).manifest.torch.split(".")[:2])
 
-needed = pytest.mark.skipif(not torch.__version__.startswith(f"{BUILT}."), reason=f"mutates golden packages, which need torch {BUILT}")
+needed = pytest.mark.skipif(
+    not torch.__version__.startswith(f"{BUILT}."), reason=f"mutates golden packages, which need torch {BUILT}"
+)

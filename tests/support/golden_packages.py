@@ -17,7 +17,8 @@ from ..golden_operators import cube
 
 
 class Pair(nn.Module):
-    """A module that exercises the format: tied weights, a mutated buffer, a frozen parameter, nested arguments and results, a symbol."""
+    """A module that exercises the format: tied weights, a mutated buffer, a frozen parameter, nested arguments and
+    results, a symbol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,19 +70,32 @@ def write_pair(path: Path) -> None:
         path,
         {
             "pair": ab.Module(net, [ab.Variant(arguments(), dynamic_shapes={"x": rows, "more": {"bias": None}})]),
-            "loss": ab.Grad(loss, [ab.Variant((arguments()[0],), dynamic_shapes={"x": rows})], wrt=["x", "net.first.weight"]),
+            "loss": ab.Grad(
+                loss, [ab.Variant((arguments()[0],), dynamic_shapes={"x": rows})], wrt=["x", "net.first.weight"]
+            ),
         },
     )
 
 
 def training() -> ab.Step:
-    """Return a step that exercises the format: groups, accumulation, clipping, skipping, a symbol, weights that are not stored."""
+    """Return a step that exercises the format: groups, accumulation, clipping, skipping, a symbol, weights that are not
+    stored."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW([{"params": net[:2].parameters(), "lr": 1e-3}, {"params": net[3].parameters()}], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [{"params": net[:2].parameters(), "lr": 1e-3}, {"params": net[3].parameters()}], lr=1e-2
+    )
     rows = {0: Dim("rows", min=4, max=64)}
     variant = ab.Variant(samples(8), dynamic_shapes=(rows, rows))
-    return ab.Step(net, [variant], optimizer, loss_fn=nn.functional.cross_entropy, accumulate=True, clip_norm=0.5, skip_nonfinite=True)
+    return ab.Step(
+        net,
+        [variant],
+        optimizer,
+        loss_fn=nn.functional.cross_entropy,
+        accumulate=True,
+        clip_norm=0.5,
+        skip_nonfinite=True,
+    )
 
 
 def samples(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +113,10 @@ class Curved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.body, self.head = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6)), nn.Linear(6, 1)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6)),
+            nn.Linear(6, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.nn.functional.silu(self.body(x)))
@@ -120,7 +137,11 @@ def bend(x: torch.Tensor) -> torch.Tensor:
 def write_targets(path: Path) -> None:
     """Write one gradient for two levels of processors, with its portable graph."""
     rows = {0: Dim("rows", min=2, max=64)}
-    ab.export(path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])}, target="cpu:avx2,cpu:sse4")
+    ab.export(
+        path,
+        {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))])},
+        target="cpu:avx2,cpu:sse4",
+    )
 
 
 def write_machines(path: Path) -> None:
@@ -161,12 +182,18 @@ def write_standalone(path: Path) -> None:
         return torch.linalg.det(x).square()
 
     ab.export(
-        path, {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),))]), "swing": ab.Grad(swing, [ab.Variant((torch.eye(3) + 1,))])}, tune="none"
+        path,
+        {
+            "bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),))]),
+            "swing": ab.Grad(swing, [ab.Variant((torch.eye(3) + 1,))]),
+        },
+        tune="none",
     )
 
 
 def momentum(steps: int) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
-    """Return the parameters and the optimizer after some steps on made-up gradients: two groups, state, a parameter without a gradient."""
+    """Return the parameters and the optimizer after some steps on made-up gradients: two groups, state, a parameter
+    without a gradient."""
     torch.manual_seed(6)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     groups = [{"params": net[0].parameters(), "weight_decay": 0.1}, {"params": net[2].parameters()}]
@@ -238,7 +265,9 @@ def bent(x: torch.Tensor) -> dict[str, Any]:
 def write_metadata(path: Path) -> None:
     """Write a function without gradients with named outputs, and metadata of the package and of the entry."""
     rows = {0: Dim("rows", min=2, max=64)}
-    entry = ab.Function(bent, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))], metadata={"cutoff": 5.0, "species": ["H", "O"]})
+    entry = ab.Function(
+        bent, [ab.Variant((torch.ones(4, 3),), dynamic_shapes=(rows,))], metadata={"cutoff": 5.0, "species": ["H", "O"]}
+    )
     ab.export(path, {"bent": entry}, metadata={"author": "nobody"}, tune="none")
 
 

@@ -27,7 +27,8 @@ class Session:
         given = {n: _value(v) for n, v in feeds.items() if n in self.required or n in self.defaults}
         names = list(self.outputs)
         found = zip(names, self.session.run_with_ort_values(names, given), strict=True)
-        return {n: v if v.data_type() == "tensor(bfloat16)" else v.numpy() for n, v in found}  # NumPy does not support bfloat16: return it unchanged
+        # NumPy does not support bfloat16: return it unchanged
+        return {n: v if v.data_type() == "tensor(bfloat16)" else v.numpy() for n, v in found}
 
 
 def _value(value: Any) -> Any:

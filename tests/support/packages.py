@@ -1,5 +1,5 @@
-"""Small packages for tests: a sound one with one real compiled graph, tools that reassemble its members wrongly, and raw zip files with arbitrary
-fields."""
+"""Small packages for tests: a sound one with one real compiled graph, tools that reassemble its members wrongly, and
+raw zip files with arbitrary fields."""
 
 from __future__ import annotations
 
@@ -124,7 +124,13 @@ def tiny_manifest(**changes: Any) -> Manifest:
 
 def write_tiny(path: Path, weights: Mapping[str, torch.Tensor] | None = None, **changes: Any) -> Manifest:
     """Write the sound package. ``weights`` are added to the graph's two."""
-    return write_package(path, tiny_manifest(**changes), {GRAPH: tiny_artifact()}, {**tiny_weights(), **(weights or {})}, {"x": tiny_input()})
+    return write_package(
+        path,
+        tiny_manifest(**changes),
+        {GRAPH: tiny_artifact()},
+        {**tiny_weights(), **(weights or {})},
+        {"x": tiny_input()},
+    )
 
 
 def taken_apart(path: Path) -> dict[str, bytes]:
@@ -132,26 +138,35 @@ def taken_apart(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def put_together(path: Path, members: Mapping[str, bytes], edit: dict[str, Any] | None = None, *, relist: bool = True) -> None:
-    """Write ``members`` with a changed manifest: ``relist`` rebuilds its ``members``, then ``edit`` replaces fields. A manifest that has its SHA-256
-    gets a new one."""
+def put_together(
+    path: Path, members: Mapping[str, bytes], edit: dict[str, Any] | None = None, *, relist: bool = True
+) -> None:
+    """Write ``members`` with a changed manifest: ``relist`` rebuilds its ``members``, then ``edit`` replaces fields. A
+    manifest that has its SHA-256 gets a new one."""
     members = dict(members)
     manifest = json.loads(members.pop(MANIFEST))
     digest = manifest.pop("sha256", None)
     if relist:
         manifest["members"] = {
-            name.removeprefix("package/"): {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()
+            name.removeprefix("package/"): {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in members.items()
         }
     for field, value in (edit or {}).items():
         *parents, last = field.split("/")
-        functools.reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], parents, manifest)[last] = value
+        functools.reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], parents, manifest)[
+            last
+        ] = value
     data = json.dumps(manifest).encode()
-    write_raw(path, [*(Raw(name, content) for name, content in members.items()), Raw(MANIFEST, sealed(data) if digest else data)])
+    write_raw(
+        path,
+        [*(Raw(name, content) for name, content in members.items()), Raw(MANIFEST, sealed(data) if digest else data)],
+    )
 
 
 @dataclass
 class Raw:
-    """A member of a raw zip file. None means the correct value. ``central`` and ``local`` replace fields of that header only."""
+    """A member of a raw zip file. None means the correct value. ``central`` and ``local`` replace fields of that header
+    only."""
 
     name: str | bytes
     data: bytes
@@ -161,7 +176,14 @@ class Raw:
     gap: bytes = b""  # before the local header
 
 
-def write_raw(path: Path, members: list[Raw], *, before_directory: bytes = b"", after: bytes = b"", end: dict[str, int] | None = None) -> None:
+def write_raw(
+    path: Path,
+    members: list[Raw],
+    *,
+    before_directory: bytes = b"",
+    after: bytes = b"",
+    end: dict[str, int] | None = None,
+) -> None:
     out, directory = bytearray(), bytearray()
     for member in members:
         out += member.gap
@@ -208,7 +230,9 @@ def write_raw(path: Path, members: list[Raw], *, before_directory: bytes = b"", 
         )
         directory += central["name"] + central["extra"] + central["comment"]
     out += before_directory
-    last = {"here": len(members), "count": len(members), "length": len(directory), "start": len(out), "comment": 0} | (end or {})
+    last = {"here": len(members), "count": len(members), "length": len(directory), "start": len(out), "comment": 0} | (
+        end or {}
+    )
     out += directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *last.values()) + after
     path.write_bytes(out)
 
@@ -217,6 +241,8 @@ def python(code: str, *arguments: object, **environment: str | None) -> subproce
     """Run ``code`` in another process, with warnings as errors; fail on a signal. None unsets a variable."""
     merged = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
     command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, env=merged, capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode >= 0, f"died of signal {-done.returncode}:\n{done.stderr}"
     return done

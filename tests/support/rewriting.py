@@ -9,7 +9,8 @@ from torch.fx import GraphModule
 
 
 def rewritten(graph: GraphModule, *rewrites: Callable[[GraphModule, Any], None]) -> GraphModule:
-    """Return ``graph`` after ``rewrites``, with the code of its new nodes; without that a call would run the old ones."""
+    """Return ``graph`` after ``rewrites``, with the code of its new nodes; without that a call would run the old
+    ones."""
     fake_mode = next(iter(graph.graph.nodes)).meta["val"].fake_mode
     for rewrite in rewrites:
         rewrite(graph, fake_mode)

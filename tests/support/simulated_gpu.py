@@ -1,7 +1,7 @@
 """A substitute for a GPU: it "captures" a call and "replays" it into the same memory on the CPU, as a CUDA graph does.
 
-The compiled code, the numbers and everything in ``aot_backward_runtime.native.cuda_graphs`` are real. On a GPU nothing runs during a capture. Here
-the call runs, and its writes are undone.
+The compiled code, the numbers and everything in ``aot_backward_runtime.native.cuda_graphs`` are real. On a GPU nothing
+runs during a capture. Here the call runs, and its writes are undone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Simulated:
     """A :class:`~aot_backward_runtime.native.cuda_graphs.Recorder` on the CPU.
     ``refuse``: the number of captures that fail, as captures of code that waits for the GPU do.
 
-    It manages memory like PyTorch's allocator: a graph's scratch memory is free again after its capture, and results of the next graph in its pool
-    are placed there."""
+    It manages memory like PyTorch's allocator: a graph's scratch memory is free again after its capture, and results of
+    the next graph in its pool are placed there."""
 
     def __init__(self) -> None:
         self.refuse = 0
@@ -38,7 +38,9 @@ class Simulated:
     def pool(self) -> Pool:
         return Pool()
 
-    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Pool | None) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def capture(
+        self, call: Callable[[], list[torch.Tensor]], pool: Pool | None
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         if self.refuse:
             self.refuse -= 1
             raise RuntimeError("operation not permitted when stream is capturing")

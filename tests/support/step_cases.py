@@ -1,4 +1,5 @@
-"""Training steps that tests share: one small net per family of optimizer, and the same training in eager with the interface of a loaded step."""
+"""Training steps that tests share: one small net per family of optimizer, and the same training in eager with the
+interface of a loaded step."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ FAMILIES: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
     "SGD": lambda own: torch.optim.SGD(_groups(own, nesterov=True), lr=0.05, momentum=0.9),
     "Adam": lambda own: torch.optim.Adam(_groups(own, amsgrad=True), lr=0.01),
     "AdamW": lambda own: torch.optim.AdamW(_groups(own, betas=(0.8, 0.99)), lr=0.01, eps=1e-6),
-    "Adagrad": lambda own: torch.optim.Adagrad(_groups(own, lr_decay=0.3), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1),
+    "Adagrad": lambda own: torch.optim.Adagrad(
+        _groups(own, lr_decay=0.3), lr=0.05, lr_decay=0.1, initial_accumulator_value=0.1
+    ),
     "RMSprop": lambda own: torch.optim.RMSprop(_groups(own, centered=True), lr=0.01, momentum=0.8),
 }
 _cycle = torch.optim.lr_scheduler.OneCycleLR  # schedules momentum, or the first beta
@@ -100,12 +103,22 @@ class Eager:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ):
-        self.module, self.optimizer, self.loss_fn, self.clip_norm, self.clip_value = module, optimizer, loss_fn, clip_norm, clip_value
+        self.module, self.optimizer, self.loss_fn, self.clip_norm, self.clip_value = (
+            module,
+            optimizer,
+            loss_fn,
+            clip_norm,
+            clip_value,
+        )
         self.grad_norm: torch.Tensor | None = None
         optimizer.zero_grad()
 
     def __call__(self, *args: Any, update: bool = True, **kwargs: Any) -> Any:
-        value = self.module(*args, **kwargs) if self.loss_fn is None else self.loss_fn(self.module(*args[:-1], **kwargs), args[-1])
+        value = (
+            self.module(*args, **kwargs)
+            if self.loss_fn is None
+            else self.loss_fn(self.module(*args[:-1], **kwargs), args[-1])
+        )
         pytree.tree_leaves(value)[0].backward()
         if update:
             self.step()
@@ -148,7 +161,9 @@ def eager(name: str) -> Eager:
 def everything(training: Any) -> dict[str, torch.Tensor]:
     """Return copies of parameters, buffers and the optimizer's state, by name."""
     names = {id(p): n for n, p in reversed(training.parameters.items())}
-    out = {f"parameter {n}": p for n, p in training.parameters.items()} | {f"buffer {n}": b for n, b in training.buffers.items()}
+    out = {f"parameter {n}": p for n, p in training.parameters.items()} | {
+        f"buffer {n}": b for n, b in training.buffers.items()
+    }
     out |= {f"{key} of {names[id(p)]}": t for p, slots in training.state.items() for key, t in slots.items()}
     return {n: t.detach().clone() for n, t in out.items()}
 
@@ -156,8 +171,9 @@ def everything(training: Any) -> dict[str, torch.Tensor]:
 def assert_same_change(actual: Any, expected: Any, before: Mapping[str, torch.Tensor], relative: float = 1e-4) -> None:
     """Compare each tensor's change since ``before``: ``‖Δa − Δe‖ ≤ relative·‖Δe‖ + 4·eps·‖e‖``.
 
-    A step rounds by about 1e-6 of its size. Ten steps of a smooth net, and Adam's division by the root of small squares, multiply that by some tens.
-    The smallest change from a wrong formula (an omitted weight decay) is a hundred times 1e-4."""
+    A step rounds by about 1e-6 of its size. Ten steps of a smooth net, and Adam's division by the root of small
+    squares, multiply that by some tens. The smallest change from a wrong formula (an omitted weight decay) is a hundred
+    times 1e-4."""
     ours, theirs = everything(actual), everything(expected)
     assert ours.keys() == theirs.keys()
     for name, e in theirs.items():
@@ -180,8 +196,8 @@ def assert_equal(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torc
 
 
 class Odd(nn.Module):
-    """A module with unusual parts: tied, frozen, unused and 0-d parameters, one outside all groups, and mutated buffers, one not persistent. It takes
-    keywords, and returns its loss and more."""
+    """A module with unusual parts: tied, frozen, unused and 0-d parameters, one outside all groups, and mutated
+    buffers, one not persistent. It takes keywords, and returns its loss and more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +212,9 @@ class Odd(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(4), persistent=False)
 
-    def forward(self, ids: torch.Tensor, *, label: torch.Tensor, weight: float = 1.0) -> tuple[torch.Tensor, dict[str, Any]]:
+    def forward(
+        self, ids: torch.Tensor, *, label: torch.Tensor, weight: float = 1.0
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         h = self.table(ids) * self.scale
         self.seen += 1
         with torch.no_grad():
@@ -245,7 +263,9 @@ class Weighted(nn.Module):
 def weighted() -> Eager:
     torch.manual_seed(4)
     own, loss = nn.Linear(6, 3), Weighted()
-    optimizer = torch.optim.SGD([{"params": [own.weight], "dampening": 0.5, "momentum": 0.9}, {"params": [own.bias], "maximize": True}], lr=0.5)
+    optimizer = torch.optim.SGD(
+        [{"params": [own.weight], "dampening": 0.5, "momentum": 0.9}, {"params": [own.bias], "maximize": True}], lr=0.5
+    )
     return Eager(own, optimizer, loss, clip_value=0.02)
 
 
@@ -259,7 +279,14 @@ def weighted_package() -> Path:
     def make(path: Path) -> None:
         made = weighted()
         ab.export_step(
-            made.module, labelled(0), loss_fn=made.loss_fn, optimizer=made.optimizer, clip_value=0.02, skip_nonfinite=True, accumulate=True, path=path
+            made.module,
+            labelled(0),
+            loss_fn=made.loss_fn,
+            optimizer=made.optimizer,
+            clip_value=0.02,
+            skip_nonfinite=True,
+            accumulate=True,
+            path=path,
         )
 
     return exports.shared("step-weighted", make)

@@ -9,7 +9,8 @@ import sys
 
 
 def on_terminal(stream: str, *argv: object, columns: int) -> tuple[int, bytes]:
-    """Run Python with ``argv`` and a terminal as its ``stdout`` or ``stderr``. Return its exit status and the terminal's output."""
+    """Run Python with ``argv`` and a terminal as its ``stdout`` or ``stderr``. Return its exit status and the
+    terminal's output."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     streams = {"stdout": subprocess.DEVNULL, "stderr": None} | {stream: theirs}

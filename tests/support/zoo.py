@@ -27,7 +27,13 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.GELU()
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3),
+            nn.BatchNorm2d(16),
+            nn.GELU(),
         )
         self.head = nn.Linear(16, 10)
 
@@ -75,7 +81,14 @@ class Two(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
         h = self.drop(torch.relu(self.norm(self.a(x) + self.tied(x))))
-        return {"out": self.b(h) * self.scale + y, "hidden": h, "n": 3, "y": y, "rows": 2 * x.shape[0], "flat": (x * 2).view(-1)}
+        return {
+            "out": self.b(h) * self.scale + y,
+            "hidden": h,
+            "n": 3,
+            "y": y,
+            "rows": 2 * x.shape[0],
+            "flat": (x * 2).view(-1),
+        }
 
 
 class HalfPrecision(nn.Module):
@@ -96,7 +109,12 @@ def _transformers(name: str) -> nn.Module:
 
     if name == "bert":
         config = transformers.BertConfig(
-            vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32
+            vocab_size=60,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=32,
         )
         return transformers.BertModel(config)
     config = transformers.LlamaConfig(
@@ -127,11 +145,17 @@ def make(name: str) -> Case:
 
 
 _CASES: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: Case(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), _real(8), {"input": {0: Dim("batch", min=1, max=64)}}),
+    "mlp": lambda: Case(
+        nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
+        _real(8),
+        {"input": {0: Dim("batch", min=1, max=64)}},
+    ),
     "conv": lambda: Case(ConvNet(), _real(3, 8, 8), _batch()),
     "lstm": lambda: Case(Recurrent(), _real(5, 6), _batch()),
     "encoder": lambda: Case(
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), 2, enable_nested_tensor=False),
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), 2, enable_nested_tensor=False
+        ),
         _real(6, 16),
         {"src": {0: Dim("batch", min=1, max=64)}},
     ),
@@ -140,8 +164,16 @@ _CASES: dict[str, Callable[[], Case]] = {
         lambda n: (torch.randint(0, 50, (n,)), torch.randint(0, 40, (n, 4))),
         {"item": {0: Dim("batch", min=1, max=64)}, "tags": {0: Dim("batch", min=1, max=64)}},
     ),
-    "bert": lambda: Case(_transformers("bert"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=1, max=64)}}),
-    "llama": lambda: Case(_transformers("llama"), lambda n: (torch.randint(0, 60, (n, 7)),), {"input_ids": {0: Dim("batch", min=2, max=64)}}),
+    "bert": lambda: Case(
+        _transformers("bert"),
+        lambda n: (torch.randint(0, 60, (n, 7)),),
+        {"input_ids": {0: Dim("batch", min=1, max=64)}},
+    ),
+    "llama": lambda: Case(
+        _transformers("llama"),
+        lambda n: (torch.randint(0, 60, (n, 7)),),
+        {"input_ids": {0: Dim("batch", min=2, max=64)}},
+    ),
     "two": lambda: Case(
         Two(),
         lambda n: (torch.randn(n, 8).requires_grad_(), torch.randn(n, 1)),

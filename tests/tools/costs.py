@@ -1,8 +1,8 @@
 """``python -m tests.tools.costs -m "not slow"``: print the costs of a test run as a table.
 
-Other arguments go to pytest. The run starts with an empty cache. The table has the runs of g++ and their seconds, by product; the number of graphs
-that Inductor lowered; and the seconds of the tests, by folder. Other processes on the machine increase all seconds. ``--cache FOLDER`` keeps the
-compile cache; a second run with it is warm.
+Other arguments go to pytest. The run starts with an empty cache. The table has the runs of g++ and their seconds, by
+product; the number of graphs that Inductor lowered; and the seconds of the tests, by folder. Other processes on the
+machine increase all seconds. ``--cache FOLDER`` keeps the compile cache; a second run with it is warm.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ def kind(arguments: str) -> str:
     """Return the product of a run of g++."""
     words = arguments.split()
     if "-c" in words:
-        return f"objects of {words[words.index('-c') + 1].rpartition('/')[2]}" if words[-1] in ("wrapper.o", "kernel.o") else "other objects"
-    return "libraries" if "-shared" in words else "precompiled headers" if "c++-header" in words else "questions to the compiler"
+        return (
+            f"objects of {words[words.index('-c') + 1].rpartition('/')[2]}"
+            if words[-1] in ("wrapper.o", "kernel.o")
+            else "other objects"
+        )
+    return (
+        "libraries"
+        if "-shared" in words
+        else "precompiled headers"
+        if "c++-header" in words
+        else "questions to the compiler"
+    )
 
 
 def compiled(log: Path) -> dict[str, tuple[int, float]]:
@@ -69,15 +79,32 @@ def main() -> int:
         program.write_text(_COMPILER.format(real=shutil.which("g++"), log=log))
         program.chmod(0o755)
         before = len(list(cache.glob("compiled/[!.]*")))
-        env = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}", "AOT_BACKWARD_CACHE": str(cache)}
-        argv = [sys.executable, "-m", "pytest", "-q", "-n", options.jobs, "--dist", "loadfile", f"--junitxml={junit}", *asked]
+        env = {
+            **os.environ,
+            "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}",
+            "AOT_BACKWARD_CACHE": str(cache),
+        }
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            options.jobs,
+            "--dist",
+            "loadfile",
+            f"--junitxml={junit}",
+            *asked,
+        ]
         start = time.perf_counter()
         code = subprocess.run(argv, cwd=ROOT, env=env).returncode
         wall = time.perf_counter() - start
         rows = {"whole run": (1, wall)}
         rows |= {f"g++: {name}": row for name, row in compiled(log).items()}
         rows |= {f"tests/{name}": row for name, row in (tests(junit) if junit.exists() else {}).items()}
-        print(f"\n{os.cpu_count()} processors, load {os.getloadavg()[2]:.1f}; graphs lowered: {len(list(cache.glob('compiled/[!.]*'))) - before}")
+        print(
+            f"\n{os.cpu_count()} processors, load {os.getloadavg()[2]:.1f}; graphs lowered: {len(list(cache.glob('compiled/[!.]*'))) - before}"
+        )
         print("\n| item | count | seconds |\n|---|---|---|")
         for name, (count, seconds) in rows.items():
             print(f"| {name} | {count:,} | {seconds:,.0f} |")

@@ -1,8 +1,9 @@
-"""``python -m tests.tools.plain_words [PATH...] [-v]``: count phrases that plain technical English rarely needs, per 10,000 words.
+"""``python -m tests.tools.plain_words [PATH...] [-v]``: count phrases that plain technical English rarely needs, per
+10,000 words.
 
-It counts them in comments, docstrings and strings of the sources, and in the pages. It exits with 1 above :data:`LIMITS`. A hit is a hint, not an
-error: ``where`` for a place is fine. ``-v`` prints each line. `make lint` runs this tool. Lower a limit when the text allows it; never raise one.
-"""
+It counts them in comments, docstrings and strings of the sources, and in the pages. It exits with 1 above
+:data:`LIMITS`. A hit is a hint, not an error: ``where`` for a place is fine. ``-v`` prints each line. `make lint` runs
+this tool. Lower a limit when the text allows it; never raise one."""
 
 from __future__ import annotations
 

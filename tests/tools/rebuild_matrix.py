@@ -1,7 +1,9 @@
-"""``python -m tests.tools.rebuild_matrix --other PYTHON …``: export packages under each torch, rebuild and run them under the others.
+"""``python -m tests.tools.rebuild_matrix --other PYTHON …``: export packages under each torch, rebuild and run them
+under the others.
 
-For each case, the builder exports a package, runs it on fresh inputs, and stores the results. Each other torch rebuilds the package without the
-model's source, runs it on the same inputs, and compares. Compile caches are empty. ``make rebuild-matrix`` calls this program.
+For each case, the builder exports a package, runs it on fresh inputs, and stores the results. Each other torch rebuilds
+the package without the model's source, runs it on the same inputs, and compares. Compile caches are empty. ``make
+rebuild-matrix`` calls this program.
 """
 
 from __future__ import annotations
@@ -45,10 +47,17 @@ def build(folder: Path) -> None:
         try:
             arguments, relative = _exported(path, name)
         except Exception as error:  # a case that cannot be exported is a row of the table
-            kept: dict[str, Any] = {"error": f"not exported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            kept: dict[str, Any] = {
+                "error": f"not exported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            }
         else:
             seconds = time.perf_counter() - started
-            kept = {"arguments": arguments, "results": results(path, arguments), "seconds": seconds, "relative": relative}
+            kept = {
+                "arguments": arguments,
+                "results": results(path, arguments),
+                "seconds": seconds,
+                "relative": relative,
+            }
         torch.save(kept, folder / f"{name}.pt")
         print(f"{name}: {kept.get('error') or kept['seconds']}", file=sys.stderr, flush=True)
 
@@ -63,7 +72,9 @@ def _exported(path: Path, name: str) -> tuple[Any, float | None]:
         ab.export(path, {"fit": golden_packages.training()})
         return golden_packages.samples(FRESH), None
     case = zoo.make(name)
-    ab.export_module(case.module.train(case.mode == "train"), case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes, path=path)
+    ab.export_module(
+        case.module.train(case.mode == "train"), case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes, path=path
+    )
     return case.args(FRESH), case.relative
 
 
@@ -128,7 +139,9 @@ def looked_at(path: Path) -> dict[str, Any]:
     }
 
 
-def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float | None) -> dict[str, Any]:
+def compared(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float | None
+) -> dict[str, Any]:
     """Return the tensor with the largest ratio of ‖a − e‖ to tolerance · max(‖e‖, a tenth of the largest gradient).
 
     ``relative``: the tolerance, if it is not that of the dtype (bfloat16 inside)."""
@@ -142,7 +155,9 @@ def compared(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         if (a.dtype, a.shape) != (e.dtype, e.shape):
             return {"error": f"{n} is {a.dtype} {tuple(a.shape)}, was {e.dtype} {tuple(e.shape)}"}
         difference = float((a.double() - e.double()).norm())
-        ratio = difference / (coarsest * max(float(e.double().norm()), 0.1 * largest if n.startswith("grad") else 0.0, 1e-6))
+        ratio = difference / (
+            coarsest * max(float(e.double().norm()), 0.1 * largest if n.startswith("grad") else 0.0, 1e-6)
+        )
         if ratio > worst or not name:
             worst, name = ratio, n
     return {"worst": name, "ratio": worst}
@@ -164,7 +179,9 @@ def level_sizes(folder: Path) -> list[dict[str, Any]]:
         sizes = archive.members()
         row: dict[str, Any] = {"case": name, "package_bytes": out.stat().st_size, "seconds": seconds}
         for number, target in enumerate(targets_of(archive.manifest)):
-            row[target.name] = sum(sizes[s.every_build[number].member].size for s in archive.manifest.libraries.values())
+            row[target.name] = sum(
+                sizes[s.every_build[number].member].size for s in archive.manifest.libraries.values()
+            )
         row["graphs"] = sum(sizes[s.graph].size for s in archive.manifest.libraries.values())
         rows.append(row)
     return rows
@@ -173,14 +190,19 @@ def level_sizes(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.rebuild_matrix")
     parser.add_argument(
-        "--other", metavar="PYTHON", nargs="+", help="interpreters with other versions of torch, and with this project installed or on their path"
+        "--other",
+        metavar="PYTHON",
+        nargs="+",
+        help="interpreters with other versions of torch, and with this project installed or on their path",
     )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     parser.add_argument("--do", choices=("build", "rebuild", "levels"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
-        made = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}[options.do](options.folder)
+        made = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}[
+            options.do
+        ](options.folder)
         assert made is None
         return
     if not options.other:
@@ -216,7 +238,13 @@ def _call(python: str, what: str, folder: str) -> str:
 def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
     from .benchmarks import report
 
-    parts = ["# Rebuilding under another torch, and for other processors", "", "```", report.header(report.machine([torch.get_num_threads()])), "```"]
+    parts = [
+        "# Rebuilding under another torch, and for other processors",
+        "",
+        "```",
+        report.header(report.machine([torch.get_num_threads()])),
+        "```",
+    ]
     for way in ways:
         parts += ["", f"## Built with torch {way['built']}, rebuilt with torch {way['torch']}", ""]
         parts += [
@@ -242,7 +270,9 @@ def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
     ]
     for r in sizes:
         levels = " | ".join(f"{r[level] / 1e3:.0f}" for level in ("cpu:sse4", "cpu:avx2", "cpu:avx512"))
-        parts.append(f"| {r['case']} | {levels} | {r['graphs'] / 1e3:.1f} | {r['package_bytes'] / 1e3:.0f} | {r['seconds']:.1f} |")
+        parts.append(
+            f"| {r['case']} | {levels} | {r['graphs'] / 1e3:.1f} | {r['package_bytes'] / 1e3:.0f} | {r['seconds']:.1f} |"
+        )
     return "\n".join(parts) + "\n"
 
 

@@ -1,6 +1,8 @@
-"""Gradients averaged over processes: equal bit for bit to DistributedDataParallel's ``.grad``, and errors on every rank.
+"""Gradients averaged over processes: equal bit for bit to DistributedDataParallel's ``.grad``, and errors on every
+rank.
 
-This file is also the program that torchrun starts: ``test_averaging.py SCENARIO FOLDER``. Each rank writes what it saw to FOLDER/RANK.json.
+This file is also the program that torchrun starts: ``test_averaging.py SCENARIO FOLDER``. Each rank writes what it saw
+to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -45,8 +47,19 @@ GRADIENTS: list[tuple[tuple[int, ...], torch.dtype]] = [
 ]
 
 
-def torchrun(scenario: str, processes: int, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__, scenario, str(folder)]
+def torchrun(
+    scenario: str, processes: int, folder: Path
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        __file__,
+        scenario,
+        str(folder),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
@@ -73,14 +86,21 @@ def test_sharing_and_refusals(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank, one in enumerate(seen):
         assert one["buffers"] == ["rank 0"] * 2 and one["from rank 2"] == "rank 2"
-        assert one["group"] == (["mean", "rank 1"] if rank else ["this process is not in the group; only its members may average over it"])
+        assert one["group"] == (
+            ["mean", "rank 1"] if rank else ["this process is not in the group; only its members may average over it"]
+        )
         assert one["same"] == ""
         assert one["text"] == (
             f"rank {rank} of 3: rank 1 holds another package or other gradients than rank 0: 'digest 1' on rank 1, 'digest 0' on rank 0; "
             "load the same package on every rank"
         )
-        assert one["shapes"].startswith(f"rank {rank} of 3: ranks 1, 2 hold another package or other gradients than rank 0: 'w: torch.float32 [2,")
-        assert one["count"].startswith(f"rank {rank} of 3: rank 2 holds") and "'v: torch.float32 [1] strides [1], cpu' on rank 2" in one["count"]
+        assert one["shapes"].startswith(
+            f"rank {rank} of 3: ranks 1, 2 hold another package or other gradients than rank 0: 'w: torch.float32 [2,"
+        )
+        assert (
+            one["count"].startswith(f"rank {rank} of 3: rank 2 holds")
+            and "'v: torch.float32 [1] strides [1], cpu' on rank 2" in one["count"]
+        )
         assert one["gathered"] == {"cpu": 0, "cuda": 5, "cpu/1": 1, "cuda/1": 5, "cpu/2": 2, "cuda/2": 5}
         assert (
             one["done by"] == [0]
@@ -93,7 +113,9 @@ def test_sharing_and_refusals(tmp_path: Path) -> None:
         )
         assert one["imported"] == []
         assert one["thirds"] == [[]] * 3  # the scale is rounded here
-    assert seen[0]["late"].startswith("rank 0 of 3: averaging gradients failed: another rank has ended or does not answer") and (
+    assert seen[0]["late"].startswith(
+        "rank 0 of 3: averaging gradients failed: another rank has ended or does not answer"
+    ) and (
         "Timed out waiting 1000ms" in seen[0]["late"] and seen[0]["late"].endswith("; resume from the last saved state")
     )
 
@@ -123,7 +145,9 @@ def test_buckets_are_those_of_torch(seed: int) -> None:
     order = draw.sample(range(len(specs)), len(specs))
     buckets = Buckets(specs, cap, first, order=[f"p{i}" for i in order])
     tensors = [torch.empty(specs[i][1], dtype=specs[i][3]) for i in order]
-    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [int(first * 2**20), int(cap * 2**20)], [False] * len(order), order)
+    theirs, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [int(first * 2**20), int(cap * 2**20)], [False] * len(order), order
+    )
     numbers = {name: (flat_number(buckets, view), view.storage_offset()) for name, view in buckets.views.items()}
     offsets = {}
     for bucket in theirs:
@@ -135,7 +159,9 @@ def test_buckets_are_those_of_torch(seed: int) -> None:
 
 
 def flat_number(buckets: Buckets, view: torch.Tensor) -> int:
-    return next(i for i, flat in enumerate(buckets.flat) if flat.untyped_storage()._cdata == view.untyped_storage()._cdata)
+    return next(
+        i for i, flat in enumerate(buckets.flat) if flat.untyped_storage()._cdata == view.untyped_storage()._cdata
+    )
 
 
 def test_views_lie_as_the_gradients_do() -> None:
@@ -183,14 +209,17 @@ def test_the_runtime_alone_does_not_load_this() -> None:
         "runtime = set(sys.modules); import aot_backward_runtime.training.distributed; print(*sorted(set(sys.modules) - runtime))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=900)
-    assert done.stdout.split() == [f"aot_backward_runtime.training.{name}" for name in ("distributed", "gradient_buckets")], done.stdout + done.stderr
+    assert done.stdout.split() == [
+        f"aot_backward_runtime.training.{name}" for name in ("distributed", "gradient_buckets")
+    ], done.stdout + done.stderr
 
 
 # The ranks run the code below.
 
 
 class Given(torch.nn.Module):
-    """A module with given gradients. The loss is the sum of each parameter times its gradient, added up in ``order``."""
+    """A module with given gradients. The loss is the sum of each parameter times its gradient, added up in
+    ``order``."""
 
     def __init__(self, order: Sequence[int]):
         super().__init__()
@@ -212,10 +241,15 @@ def gradients(iteration: int, rank: int) -> list[torch.Tensor]:
 
 
 def differing(
-    order: Sequence[int], iterations: int, make: Callable[[list[Spec], list[str]], Collectives], *, whole_first: bool = True, **ddp: Any
+    order: Sequence[int],
+    iterations: int,
+    make: Callable[[list[Spec], list[str]], Collectives],
+    *,
+    whole_first: bool = True,
+    **ddp: Any,
 ) -> list[list[int]]:
-    """Return, for each iteration, the gradients that differ between DDP and the averages of ``make``. ``make`` gets specs, and names in DDP's order
-    of arrival."""
+    """Return, for each iteration, the gradients that differ between DDP and the averages of ``make``. ``make`` gets
+    specs, and names in DDP's order of arrival."""
     module = Given(order)
     arrived: list[str] = []
     for i, p in enumerate(module.p):
@@ -227,7 +261,9 @@ def differing(
         given = gradients(iteration, dist.get_rank())
         module.zero_grad()
         wrapped(given).backward()
-        ours = ours or make([(str(i), tuple(p.shape), p.stride(), p.dtype, p.device) for i, p in enumerate(module.p)], arrived)
+        ours = ours or make(
+            [(str(i), tuple(p.shape), p.stride(), p.dtype, p.device) for i, p in enumerate(module.p)], arrived
+        )
         for i, g in enumerate(given):
             ours.buckets.views[str(i)].copy_(g)
         ours.average(whole_first and not iteration)
@@ -243,14 +279,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 def sums() -> dict[str, Any]:
     forward = range(len(GRADIENTS))
     other = random.Random(0).sample(forward, len(forward))
-    specs: list[Spec] = [(str(i), shape, torch.empty(shape).stride(), dtype, CPU) for i, (shape, dtype) in enumerate(GRADIENTS)]
+    specs: list[Spec] = [
+        (str(i), shape, torch.empty(shape).stride(), dtype, CPU) for i, (shape, dtype) in enumerate(GRADIENTS)
+    ]
     return {
         "buckets": len(Buckets(specs).flat),
         "in order": differing(forward, 20, lambda specs, _: Collectives(Buckets(specs))),
         "in order, never whole": differing(forward, 3, lambda specs, _: Collectives(Buckets(specs)), whole_first=False),
         "another order": differing(other, 5, lambda specs, arrived: Collectives(Buckets(specs, order=arrived))),
         "another order, not said": differing(other, 3, lambda specs, _: Collectives(Buckets(specs))),
-        "small buckets": differing(forward, 3, lambda specs, _: Collectives(Buckets(specs, 1.5, 1.5)), bucket_cap_mb=1.5),
+        "small buckets": differing(
+            forward, 3, lambda specs, _: Collectives(Buckets(specs, 1.5, 1.5)), bucket_cap_mb=1.5
+        ),
     }
 
 
@@ -261,9 +301,22 @@ def sharing() -> dict[str, Any]:
     ours = Collectives(Buckets([spec]))
 
     def buffers(rank: int) -> list[torch.Tensor]:
-        made = [torch.full((), rank + 2**40), torch.full((5,), rank, dtype=torch.int8), torch.full((3,), rank + 0.1), torch.zeros(0)]
-        made += [torch.full((4, 3), rank + 0.1, dtype=torch.float64).t(), torch.full((3,), rank == 2), torch.full((2,), rank + 0.5j)]
-        return [*made, torch.full((), rank + 0.1, dtype=torch.bfloat16), torch.nn.Parameter(torch.full((300,), rank + 0.1))]
+        made = [
+            torch.full((), rank + 2**40),
+            torch.full((5,), rank, dtype=torch.int8),
+            torch.full((3,), rank + 0.1),
+            torch.zeros(0),
+        ]
+        made += [
+            torch.full((4, 3), rank + 0.1, dtype=torch.float64).t(),
+            torch.full((3,), rank == 2),
+            torch.full((2,), rank + 0.5j),
+        ]
+        return [
+            *made,
+            torch.full((), rank + 0.1, dtype=torch.bfloat16),
+            torch.nn.Parameter(torch.full((300,), rank + 0.1)),
+        ]
 
     def whose(tensors: Sequence[torch.Tensor]) -> str:
         return next(f"rank {r}" for r in range(3) if all(map(torch.equal, tensors, buffers(r))))
@@ -300,7 +353,9 @@ def sharing() -> dict[str, Any]:
     more: Spec = ("v", (1,), (1,), torch.float32, CPU)
     out["count"] = refusal(lambda: Collectives(Buckets([spec, more] if rank == 2 else [spec])).check_same("digest"))
 
-    out["gathered"] = {name: t.item() for name, t in ours.gathered({"cpu": torch.tensor(rank), "cuda": torch.tensor(5)}).items()}
+    out["gathered"] = {
+        name: t.item() for name, t in ours.gathered({"cpu": torch.tensor(rank), "cuda": torch.tensor(5)}).items()
+    }
     out["done by"], out["first fails"] = [], []
     out["returned"] = ours.by_first(lambda: out["done by"].append(rank) or f"rank {rank}")
     out["done by"] = [int(n) for n in ours.gathered({str(r): torch.tensor(0) for r in out["done by"]})]
@@ -311,7 +366,9 @@ def sharing() -> dict[str, Any]:
             out["first fails"].append(f"{type(raised).__name__}: {raised}")
 
     ours.average()
-    out["imported"] = sorted(m for m in set(sys.modules) - before if m.startswith(("torch._dynamo", "torch._inductor", "sympy")))
+    out["imported"] = sorted(
+        m for m in set(sys.modules) - before if m.startswith(("torch._dynamo", "torch._inductor", "sympy"))
+    )
     out["thirds"] = differing(range(len(GRADIENTS)), 3, lambda specs, _: Collectives(Buckets(specs)))
     hasty = Collectives(ours.buckets, dist.new_group(timeout=datetime.timedelta(seconds=1)))
     out["late"] = refusal(hasty.average) if rank == 0 else ""
@@ -325,9 +382,12 @@ def fail(error: Exception) -> None:
 
 def killed() -> dict[str, Any]:
     """Rank 1 dies without a warning; rank 0 loses the connection."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first, possibly before they have reported
+    # torchrun ends the others 0.1 s after the first, possibly before they have reported
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank = dist.get_rank()
-    ours = Collectives(Buckets([("w", (600, 1000), (1000, 1), torch.float32, CPU), ("v", (5,), (1,), torch.float32, CPU)]))
+    ours = Collectives(
+        Buckets([("w", (600, 1000), (1000, 1), torch.float32, CPU), ("v", (5,), (1,), torch.float32, CPU)])
+    )
     for averaged in range(10):
         if rank == 1 and averaged == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -346,4 +406,6 @@ if __name__ == "__main__":
     seen = {"sums": sums, "sharing": sharing, "killed": killed}[sys.argv[1]]()
     (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
-    os._exit(0)  # two of sixty runs with DDP ended in "terminate called without an active exception" at Python's shutdown; none of 600 without
+    # Two of sixty runs with DDP ended in "terminate called without an active exception" at Python's shutdown; none of
+    # 600 without
+    os._exit(0)

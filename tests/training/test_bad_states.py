@@ -49,7 +49,10 @@ X = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.25, 4.0]])
 def mixed() -> Path:
     def make(path: Path) -> None:
         net = Mixed()
-        ab.export(path, {"net": ab.Module(net, [ab.Variant((X,))]), "slope": ab.Grad(net, [ab.Variant((X,))], wrt="parameters")})
+        ab.export(
+            path,
+            {"net": ab.Module(net, [ab.Variant((X,))]), "slope": ab.Grad(net, [ab.Variant((X,))], wrt="parameters")},
+        )
 
     return exports.shared("bad-states", make)
 
@@ -121,8 +124,18 @@ def test_a_bad_tensor_leaves_all_others_as_they_were(mixed: Path) -> None:
                 (lambda s: slope.load_state_dict(s, strict=False), WeightsError),
             ):
                 own = net if kind is StateDictError else slope
-                _refused(lambda take=take, own=own, where=where, bad=bad: take(_other(own.state_dict(), **{where: bad})), kind, where, own.state_dict)
-        _refused(lambda make=make: slope.load_state_dict({"last": make()}, strict=False), WeightsError, message, slope.state_dict)
+                _refused(
+                    lambda take=take, own=own, where=where, bad=bad: take(_other(own.state_dict(), **{where: bad})),
+                    kind,
+                    where,
+                    own.state_dict,
+                )
+        _refused(
+            lambda make=make: slope.load_state_dict({"last": make()}, strict=False),
+            WeightsError,
+            message,
+            slope.state_dict,
+        )
     for state, message in (
         (_other(slope.state_dict(), calls=torch.tensor(2.5)), "'calls' has dtype torch.float32; .* torch.int64"),
         ({**_other(slope.state_dict()), 3: X}, r"unexpected \['3'\]"),
@@ -152,7 +165,9 @@ def test_a_bad_tensor_leaves_all_others_as_they_were(mixed: Path) -> None:
         taking.load_state_dict(good)
     torch.testing.assert_close(net(X), eager(X))
     torch.testing.assert_close(slope(X)[0], eager(X).detach())
-    net.load_state_dict({n: t.clone() for n, t in Mixed().state_dict().items() if n != "tied.weight"}, strict=False, assign=False)
+    net.load_state_dict(
+        {n: t.clone() for n, t in Mixed().state_dict().items() if n != "tied.weight"}, strict=False, assign=False
+    )
     torch.testing.assert_close(net(X), Mixed()(X))
 
 
@@ -269,7 +284,10 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
         (lambda a: a.pop("extra"), "it has no 'extra'"),
         (lambda a: a["groups"][0].update(options=[1]), "options of a parameter group are a list; expected a dict"),
         (lambda a: a["groups"][0].update(options=None), "options of a parameter group are a NoneType"),
-        (lambda a: a["groups"][1]["options"].update(lr=10**400), "'lr'.* is an integer beyond float64; expected a number"),
+        (
+            lambda a: a["groups"][1]["options"].update(lr=10**400),
+            "'lr'.* is an integer beyond float64; expected a number",
+        ),
         (lambda a: a["groups"][1]["options"].update(lr="1"), "'lr'.* is '1'; expected a number"),
         (lambda a: a["groups"][1]["options"].update(lr={}), "expected a number"),
         (lambda a: a["groups"][1]["options"].update(betas=[0.5]), "expected 2 numbers"),
@@ -300,15 +318,31 @@ def test_files_whose_numbers_are_absurd(adam: Any, tmp_path: Path) -> None:
     rms = load(package("RMSprop")).step()
     rms.save(tmp_path / "rms")
     _rewritten(tmp_path / "rms", tmp_path / "bad", lambda a, _: a.update(accumulated=2))
-    with pytest.raises(StateError, match="it has accumulated gradients of 2 calls, and this step was exported without accumulate=True"):
+    with pytest.raises(
+        StateError, match="it has accumulated gradients of 2 calls, and this step was exported without accumulate=True"
+    ):
         rms.resume(tmp_path / "bad")
 
 
 def test_numbers_of_groups(adam: Any) -> None:
     first = adam.param_groups[0]
-    for value in (10**400, 10**5000, -(10**400), "0.5", b"1", 1j, torch.tensor(1j), torch.ones((), device="meta"), torch.ones(2), [], object()):
+    for value in (
+        10**400,
+        10**5000,
+        -(10**400),
+        "0.5",
+        b"1",
+        1j,
+        torch.tensor(1j),
+        torch.ones((), device="meta"),
+        torch.ones(2),
+        [],
+        object(),
+    ):
         for key in ("lr", "eps"):
-            _unchanged(adam, lambda key=key, value=value: first.update(betas=(0.6, 0.7), **{key: value}), "expected a number")
+            _unchanged(
+                adam, lambda key=key, value=value: first.update(betas=(0.6, 0.7), **{key: value}), "expected a number"
+            )
     for value in (torch.ones(2), torch.ones((), device="meta"), math.nan, torch.tensor(True)):
         _unchanged(adam, lambda value=value: first.update(amsgrad=value), "amsgrad.* is fixed")
     _unchanged(adam, lambda: first.update(betas=torch.ones(2)), "expected 2 numbers")
@@ -332,12 +366,20 @@ def test_the_loss_scale(tmp_path: Path) -> None:
     step = load(exports.shared("loss-scale", test_loss_scale._make)).step()
     assert isinstance(step.scaler, LossScale)
     kept = step.scaler.state_dict()
-    for key, value in (("scale", 10**400), ("growth_factor", 10**400), ("_growth_tracker", True), ("backoff_factor", "1"), ("scale", math.nan)):
+    for key, value in (
+        ("scale", 10**400),
+        ("growth_factor", 10**400),
+        ("_growth_tracker", True),
+        ("backoff_factor", "1"),
+        ("scale", math.nan),
+    ):
         state = step.state_dict()
         state["scaler"][key] = value
         _unchanged(step, lambda state=state: step.load_state_dict(state), "loss scale")
         step.save(tmp_path / "good")
-        _rewritten(tmp_path / "good", tmp_path / "bad", lambda a, _, key=key, value=value: a["scaler"].update({key: value}))
+        _rewritten(
+            tmp_path / "good", tmp_path / "bad", lambda a, _, key=key, value=value: a["scaler"].update({key: value})
+        )
         _unchanged(step, lambda: step.resume(tmp_path / "bad"), "loss scale")
     for value in (10**400, 1j, "2.0", None, math.inf, torch.ones(2)):
         with pytest.raises(StateError, match="the loss scale is"):

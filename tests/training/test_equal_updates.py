@@ -29,7 +29,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Deep(nn.Module):
-    """23 parameters of 1 to 4,000 numbers. One is in another memory order, one in float64, and one belongs to two layers."""
+    """23 parameters of 1 to 4,000 numbers. One is in another memory order, one in float64, and one belongs to two
+    layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +60,8 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def traced_and_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[Any]]]:
-    """Record how many parameters are traced of how many, and whether their operators are repeated. Updates must become calls that Inductor compiles,
-    unless the library is in the cache."""
+    """Record how many parameters are traced of how many, and whether their operators are repeated. Updates must become
+    calls that Inductor compiles, unless the library is in the cache."""
     seen: dict[str, list[Any]] = {"traced": [], "repeated": [], "called": []}
     made, for_all, as_calls, lowered = alike.Alike.__init__, alike.Alike.for_all, updates.as_calls, lowering._lowered
 
@@ -91,7 +92,15 @@ def traced_and_called(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, lis
 
 
 def _trained_alike(module: nn.Module, optimizers: list[torch.optim.Optimizer], path: Path, **settings: Any) -> None:
-    ab.export_step(module, batch(0, ROWS), loss_fn=nn.functional.mse_loss, optimizer=optimizers[0], path=path, tune="none", **settings)
+    ab.export_step(
+        module,
+        batch(0, ROWS),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=optimizers[0],
+        path=path,
+        tune="none",
+        **settings,
+    )
     step, other = load(path).step(), Eager(module, optimizers[1])
     before = everything(other)
     for i in range(5):
@@ -142,7 +151,9 @@ def test_averages_are_updated_alike_too(tmp_path: Path, traced_and_called: dict[
     module = Deep()
     path = tmp_path / "s.pt2"
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    ab.export_step(module, batch(0, ROWS), loss_fn=nn.functional.mse_loss, optimizer=optimizer, path=path, tune="none", ema=0.9)
+    ab.export_step(
+        module, batch(0, ROWS), loss_fn=nn.functional.mse_loss, optimizer=optimizer, path=path, tune="none", ema=0.9
+    )
     assert traced_and_called["traced"] == [(2, 23)]
 
 
@@ -194,7 +205,9 @@ def test_an_update_is_called_only_if_it_may_wait(order: str) -> None:
         later = []
         for n in range(0, 80, 2):
             neighbour = tensors[(n + (2 if order == "reads what changed" else 1)) % 80]
-            half = updates.call(graph, aten.mul.Tensor, updates.call(graph, aten.add.Tensor, tensors[n], neighbour), 0.5)
+            half = updates.call(
+                graph, aten.mul.Tensor, updates.call(graph, aten.add.Tensor, tensors[n], neighbour), 0.5
+            )
             updates.call(graph, aten.copy_.default, tensors[n], half)
             if order == "is read later":
                 later.append(updates.call(graph, aten.sum.default, tensors[n]))

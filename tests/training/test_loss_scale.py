@@ -48,7 +48,16 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 def _make(path: Path) -> None:
     module = half()
     example = torch.randn(16, 6), torch.randn(16, 2)
-    ab.export_step(module, example, loss_fn=_loss, optimizer=_sgd(module), accumulate=True, clip_norm=0.5, loss_scale=SCALE, path=path)
+    ab.export_step(
+        module,
+        example,
+        loss_fn=_loss,
+        optimizer=_sgd(module),
+        accumulate=True,
+        clip_norm=0.5,
+        loss_scale=SCALE,
+        path=path,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +136,13 @@ def test_the_scale_goes_into_the_state_and_back(package: Path, tmp_path: Path) -
     step.save(tmp_path / "state.safetensors")
     resumed, handed = load(package).step(), load(package).step()
     resumed.resume(tmp_path / "state.safetensors")
-    handed.load_state_dict({"module": eager.module.state_dict(), "optimizer": eager.optimizer.state_dict(), "scaler": eager.scaler.state_dict()})
+    handed.load_state_dict(
+        {
+            "module": eager.module.state_dict(),
+            "optimizer": eager.optimizer.state_dict(),
+            "scaler": eager.scaler.state_dict(),
+        }
+    )
     other = torch.amp.GradScaler("cpu")
     other.load_state_dict(step.state_dict()["scaler"])
     assert other.get_scale() == eager.scaler.get_scale() == resumed.scaler.get_scale() == handed.scaler.get_scale()
@@ -147,7 +162,10 @@ def test_states_that_do_not_fit(package: Path) -> None:
         ({"scale": 0.0}, "the loss scale's scale is 0.0; expected a positive number"),
         ({"scale": float("inf")}, "the loss scale's scale is inf"),
         ({"_growth_tracker": -1}, "the loss scale's _growth_tracker is -1"),
-        ({"more": 1}, "expected .'_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale'., as torch.amp.GradScaler has it"),
+        (
+            {"more": 1},
+            "expected .'_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale'., as torch.amp.GradScaler has it",
+        ),
     ):
         with pytest.raises(StateError, match=message):
             step.load_state_dict({**state, "scaler": {**state["scaler"], **change}})
@@ -160,12 +178,19 @@ def test_what_cannot_be_scaled_is_refused(tmp_path: Path) -> None:
     module = nn.Linear(3, 1, dtype=torch.float16)
     example = torch.randn(4, 3, dtype=torch.float16), torch.randn(4, 1, dtype=torch.float16)
     with pytest.raises(ExportError, match=r"loss_scale: expected float32 parameters, got weight of torch.float16"):
-        ab.export_step(module, example, loss_fn=_loss, optimizer=_sgd(module), loss_scale=SCALE, path=tmp_path / "s.pt2")
+        ab.export_step(
+            module, example, loss_fn=_loss, optimizer=_sgd(module), loss_scale=SCALE, path=tmp_path / "s.pt2"
+        )
     with pytest.raises(ExportError, match=r"loss_scale: expected a positive number, .*, got 0"):
-        ab.export_step(whole := half(), _batch(0), loss_fn=_loss, optimizer=_sgd(whole), loss_scale=0, path=tmp_path / "s.pt2")
+        ab.export_step(
+            whole := half(), _batch(0), loss_fn=_loss, optimizer=_sgd(whole), loss_scale=0, path=tmp_path / "s.pt2"
+        )
 
 
 def test_inspect_names_it(package: Path) -> None:
-    assert "scales the loss as torch.amp.GradScaler does, starting at 4.1943e+06" in aot_backward("inspect", package).stdout
+    assert (
+        "scales the loss as torch.amp.GradScaler does, starting at 4.1943e+06"
+        in aot_backward("inspect", package).stdout
+    )
     told = json.loads(aot_backward("inspect", package, "--json").stdout)
     assert '"loss_scale": 4194304.0' in json.dumps(told)

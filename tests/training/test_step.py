@@ -30,8 +30,8 @@ from ..support.step_cases import (
 
 
 def _ten(training: Any, schedule: Any, waiting: bool) -> list[float]:
-    """Run ten steps of changing sizes, each followed by the schedule. With ``waiting``, the fourth has four micro-batches, and the eighth has two and
-    ``step()``."""
+    """Run ten steps of changing sizes, each followed by the schedule. With ``waiting``, the fourth has four
+    micro-batches, and the eighth has two and ``step()``."""
     torch.manual_seed(5)
     losses = []
     for i in range(10):
@@ -46,11 +46,13 @@ def _ten(training: Any, schedule: Any, waiting: bool) -> list[float]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ten_steps_as_in_eager(name: str) -> None:
-    """Two groups, momentum or betas and learning rate under a schedule, clipping, accumulation, dropout, BatchNorm, changing sizes."""
+    """Two groups, momentum or betas and learning rate under a schedule, clipping, accumulation, dropout, BatchNorm,
+    changing sizes."""
     step, other = load(package(name)).step(), eager(name)
     before = everything(other)
     assert_equal(everything(step), before)
-    assert step.state_dict()["optimizer"]["state"].keys() == other.optimizer.state_dict()["state"].keys()  # empty, except for Adagrad
+    # Empty, except for Adagrad
+    assert step.state_dict()["optimizer"]["state"].keys() == other.optimizer.state_dict()["state"].keys()
     waiting = name in WAITING
     ours, theirs = _ten(step, SCHEDULES[name](step), waiting), _ten(other, SCHEDULES[name](other.optimizer), waiting)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -64,7 +66,8 @@ def test_ten_steps_as_in_eager(name: str) -> None:
 
 
 def test_odd_modules_and_several_variants() -> None:
-    """Tied, frozen, unused and 0-d parameters, one outside the groups; keywords; more than a loss; two sizes and eval mode with one state."""
+    """Tied, frozen, unused and 0-d parameters, one outside the groups; keywords; more than a loss; two sizes and eval
+    mode with one state."""
     step = load(odd_package()).step()
     own, optimizer = odd()
     other = Eager(own, optimizer, None)
@@ -104,7 +107,8 @@ def test_a_loss_with_buffers_clipping_by_value_and_dampening() -> None:
 
 
 def test_gradients_that_are_not_finite_are_left_out() -> None:
-    """The first step is skipped, so that the second is the optimizer's first; then one in between, and one of accumulated gradients."""
+    """The first step is skipped, so that the second is the optimizer's first; then one in between, and one of
+    accumulated gradients."""
     step, other = load(weighted_package()).step(), weighted()
     before = everything(other)
     for i in range(5):

@@ -1,7 +1,8 @@
-"""Compiled steps over several processes, compared with DistributedDataParallel and the eager optimizer; killed, restarted, resumed.
+"""Compiled steps over several processes, compared with DistributedDataParallel and the eager optimizer; killed,
+restarted, resumed.
 
-This file is also the program that torchrun starts: ``-m tests.training.test_step_distributed SCENARIO FOLDER``. Each rank checks its own results. It
-writes to FOLDER/RANK.json the results that must be equal on all ranks.
+This file is also the program that torchrun starts: ``-m tests.training.test_step_distributed SCENARIO FOLDER``. Each
+rank checks its own results. It writes to FOLDER/RANK.json the results that must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ SIZES = [(1000, 300), (7,), (1001,), (500, 1100), (3, 5)]  # two exceed 1 MB, so
 
 
 class Products(nn.Module):
-    """A module whose gradients are its inputs, bit for bit in eager and in native code. They arrive in the reverse of ``order``."""
+    """A module whose gradients are its inputs, bit for bit in eager and in native code. They arrive in the reverse of
+    ``order``."""
 
     def __init__(self, order: Sequence[int] = range(len(SIZES))) -> None:
         super().__init__()
@@ -53,7 +55,8 @@ class Products(nn.Module):
 def products(order: Sequence[int] = range(len(SIZES))) -> Eager:
     """Multiply only by powers of two, so that products are exact before they are added."""
     module = Products(order)
-    groups = [{"params": [module.p[i] for i in group]} for group in ((3, 0), (4, 2, 1))]  # the order differs from the module's, and matters
+    # The order differs from the module's, and matters
+    groups = [{"params": [module.p[i] for i in group]} for group in ((3, 0), (4, 2, 1))]
     return Eager(module, torch.optim.SGD(groups, lr=0.5, momentum=0.25), None)
 
 
@@ -70,10 +73,13 @@ def products_package() -> Path:
     return exports.shared("step-products", make)
 
 
-def torchrun(scenario: str, processes: int, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+def torchrun(
+    scenario: str, processes: int, folder: Path, *options: str
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
     own = [f"--nproc-per-node={processes}", "-m", "tests.training.test_step_distributed", scenario, str(folder)]
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *own]
-    # By default torch 2.13 keeps one store for all restarts. Restarted processes then find the addresses of the dead ones in it.
+    # By default torch 2.13 keeps one store for all restarts. Restarted processes then find the addresses of the dead
+    # ones in it.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900, env=env)
     return done, [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -89,12 +95,17 @@ def check(scenario: str, processes: int, folder: Path, *options: str) -> dict[st
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_as_ddp_in_eager(processes: int, tmp_path: Path) -> None:
-    """Ten steps with BatchNorm, dropout, two groups, clipping, schedules, accumulation. Equal gradients give equal bits."""
+    """Ten steps with BatchNorm, dropout, two groups, clipping, schedules, accumulation. Equal gradients give equal
+    bits."""
     products_package()
     package("AdamW")
     package("SGD")
     seen = check("training", processes, tmp_path)
-    assert {name for name in seen if name.endswith("steps")} == {"AdamW: 10 steps", "SGD: 10 steps", "products: 10 steps"}
+    assert {name for name in seen if name.endswith("steps")} == {
+        "AdamW: 10 steps",
+        "SGD: 10 steps",
+        "products: 10 steps",
+    }
 
 
 def test_saved_and_resumed(tmp_path: Path) -> None:
@@ -123,8 +134,13 @@ def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
     assert done.returncode != 0 and "Signal 9 (SIGKILL)" in done.stderr
     [survivor] = seen
     assert survivor["rank"] == 0 and survivor["count"] == 5
-    assert survivor["error"].startswith("DistributedError: rank 0 of 2: ") and "; resume from the last saved state" in survivor["error"]
-    assert "ExecutionError: the state is inconsistent" in survivor["again"] and "nothing was saved" in survivor["saving"]
+    assert (
+        survivor["error"].startswith("DistributedError: rank 0 of 2: ")
+        and "; resume from the last saved state" in survivor["error"]
+    )
+    assert (
+        "ExecutionError: the state is inconsistent" in survivor["again"] and "nothing was saved" in survivor["saving"]
+    )
 
 
 def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
@@ -145,7 +161,8 @@ def test_torchrun_restarts_from_the_saved_state(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
 def test_checkpoints_of_one_process(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint saves and loads states before and after the first step. A missing place for the state raises an error."""
+    """torch.distributed.checkpoint saves and loads states before and after the first step. A missing place for the
+    state raises an error."""
     import torch.distributed.checkpoint as dcp
 
     path = package("SGD")
@@ -159,7 +176,10 @@ def test_checkpoints_of_one_process(tmp_path: Path) -> None:
         dcp.load(state, checkpoint_id=folder, no_dist=True)
         again.load_state_dict(state)
         assert_equal(everything(again), everything(step))
-        assert (again.count, again.state_dict()["optimizer"]["param_groups"]) == (steps, step.state_dict()["optimizer"]["param_groups"])
+        assert (again.count, again.state_dict()["optimizer"]["param_groups"]) == (
+            steps,
+            step.state_dict()["optimizer"]["param_groups"],
+        )
         for one in (step, again):
             torch.manual_seed(1)
             one(*batch(7))
@@ -167,7 +187,9 @@ def test_checkpoints_of_one_process(tmp_path: Path) -> None:
     fresh = runtime.load(path).step()
     state = fresh.state_dict()
     dcp.load(state, checkpoint_id=tmp_path / "3", no_dist=True)
-    with pytest.raises(runtime.StateError, match=r"3 updates were made, but the optimizer's state is empty: .*state_dict\(whole=True\)"):
+    with pytest.raises(
+        runtime.StateError, match=r"3 updates were made, but the optimizer's state is empty: .*state_dict\(whole=True\)"
+    ):
         fresh.load_state_dict(state)
     assert fresh.count == 0
 
@@ -219,7 +241,9 @@ class Parallel(Eager):
 
 def digest(training: Any, *, buffers: bool = True) -> str:
     tensors = {n: t for n, t in everything(training).items() if buffers or not n.startswith("buffer")}
-    return hashlib.sha256(b"".join(n.encode() + tensors[n].contiguous().numpy().tobytes() for n in sorted(tensors))).hexdigest()
+    return hashlib.sha256(
+        b"".join(n.encode() + tensors[n].contiguous().numpy().tobytes() for n in sorted(tensors))
+    ).hexdigest()
 
 
 def agreed(training: Any, group: Any = None) -> str:
@@ -253,7 +277,8 @@ def training() -> dict[str, Any]:
         before = everything(other)
         ours, theirs = ten(step, SCHEDULES[name](step)), ten(other, SCHEDULES[name](other.optimizer))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        assert_same_change(step, other, before)  # this includes this rank's BatchNorm statistics, which start from the first rank's
+        # This includes this rank's BatchNorm statistics, which start from the first rank's
+        assert_same_change(step, other, before)
         torch.testing.assert_close(step.grad_norm, other.grad_norm, rtol=1e-4, atol=0)
         seen[f"{name}: {step.count} steps"] = agreed(step)
 
@@ -316,7 +341,10 @@ def saving() -> dict[str, Any]:
             torch.manual_seed(90 + rank)
             run(step, range(3))
             step.save(folder / f"{size}.state", {"processes": size})
-            saved[size] = {n: t for n, t in everything(step).items() if not n.startswith("buffer")}, torch.get_rng_state()
+            saved[size] = (
+                {n: t for n, t in everything(step).items() if not n.startswith("buffer")},
+                torch.get_rng_state(),
+            )
             expected[size] = run(step, range(3, 6)), digest(step)
         dist.barrier()
     for size in (1, 2, 4):
@@ -344,13 +372,16 @@ def saving() -> dict[str, Any]:
             assert step.count == 3
             assert torch.equal(torch.get_rng_state(), saved[before][1] if rank < before else own)
             if rank < before:
-                assert_equal({n: t for n, t in everything(step).items() if not n.startswith("buffer")}, saved[before][0])
+                assert_equal(
+                    {n: t for n, t in everything(step).items() if not n.startswith("buffer")}, saved[before][0]
+                )
             agreed(step, groups[now])
             run(step, range(3, 6))
         by_others.append(f"{before} by {now}")
         dist.barrier()
 
-    step = loaded(4, package("SGD"))  # accumulated gradients, in one step of three micro-batches, before and after the first update
+    # Accumulated gradients, in one step of three micro-batches, before and after the first update
+    step = loaded(4, package("SGD"))
     for done in (0, 2):
         torch.manual_seed(rank)
         run(step, range(done))
@@ -386,7 +417,9 @@ def refused(kind: type[Exception], words: str, action: Callable[[], object]) -> 
 
 def refusals() -> dict[str, Any]:
     rank, folder = dist.get_rank(), Path(sys.argv[2])
-    refused(runtime.InputError, "exported for one process", lambda: runtime.load(package("RMSprop")).step().distribute())
+    refused(
+        runtime.InputError, "exported for one process", lambda: runtime.load(package("RMSprop")).step().distribute()
+    )
     step = runtime.load(products_package() if rank else package("AdamW")).step()
     refused(runtime.DistributedError, "rank 1 holds another package or other gradients than rank 0", step.distribute)
     step = runtime.load(package("AdamW")).step()
@@ -417,7 +450,8 @@ def refusals() -> dict[str, Any]:
     # torch.distributed.checkpoint
     import torch.distributed.checkpoint as dcp
 
-    first_rank = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # otherwise BatchNorm's statistics come from any rank
+    # Otherwise BatchNorm's statistics come from any rank
+    first_rank = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     dcp.save(step.state_dict(), checkpoint_id=folder / "checkpoint", planner=first_rank)
     again = runtime.load(package("AdamW")).step().distribute()
     state = again.state_dict(whole=True)
@@ -447,7 +481,10 @@ def left_behind(step: LoadedStep, error: runtime.AotBackwardError) -> None:
     """Report what the surviving rank sees."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others 0.1 s after the first
     said = {"rank": dist.get_rank(), "count": step.count, "error": f"{type(error).__name__}: {error}"}
-    for name, action in (("again", lambda: run(step, range(1))), ("saving", lambda: step.save(Path(sys.argv[2]) / "state"))):
+    for name, action in (
+        ("again", lambda: run(step, range(1))),
+        ("saving", lambda: step.save(Path(sys.argv[2]) / "state")),
+    ):
         try:
             action()
         except runtime.AotBackwardError as raised:
@@ -492,7 +529,11 @@ def restarting() -> dict[str, Any]:
 
 def train(how: str) -> int:
     """Train like a script under ``torchrun --max-restarts``."""
-    file, rank, restarted = Path(sys.argv[2]) / f"{how}.state", dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+    file, rank, restarted = (
+        Path(sys.argv[2]) / f"{how}.state",
+        dist.get_rank(),
+        os.environ["TORCHELASTIC_RESTART_COUNT"] == "1",
+    )
     step = runtime.load(products_package()).step().distribute()
     torch.manual_seed(rank)
     first = step.resume(file)["next"] if file.exists() else 0

@@ -1,5 +1,5 @@
-"""The memory of a step's gradients. If it runs out inside a kernel, the error says so, nothing changes, and the next call is right
-(docs/reliability.md, row 38). Otherwise the process keeps the memory from call to call."""
+"""The memory of a step's gradients. If it runs out inside a kernel, the error says so, nothing changes, and the next
+call is right (docs/reliability.md, row 38). Otherwise the process keeps the memory from call to call."""
 
 from __future__ import annotations
 
@@ -94,18 +94,30 @@ def _make(path: Path) -> None:
 
     variants = [ab.Variant((x, y))]
     optimizer = torch.optim.AdamW(net.parameters())
-    entries = {"fit": ab.Step(net, variants, optimizer, loss_fn=loss, accumulate=True), "loss": ab.Grad(loss_of, variants, wrt="parameters")}
-    ab.export(path, entries | {"net": ab.Module(net, [ab.Variant((x,))]), "little": ab.Function(lambda x: x.sin(), [ab.Variant((x,))])})
+    entries = {
+        "fit": ab.Step(net, variants, optimizer, loss_fn=loss, accumulate=True),
+        "loss": ab.Grad(loss_of, variants, wrt="parameters"),
+    }
+    ab.export(
+        path,
+        entries
+        | {"net": ab.Module(net, [ab.Variant((x,))]), "little": ab.Function(lambda x: x.sin(), [ab.Variant((x,))])},
+    )
 
 
 def test_out_of_memory_changes_nothing_and_the_next_call_is_right() -> None:
     path = exports.shared("step-memory", _make)
-    asking_the_system = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # else the next call uses heap memory that earlier calls freed
+    # Else the next call uses heap memory that earlier calls freed
+    asking_the_system = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     argv = [sys.executable, "-c", _STARVED, str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **asking_the_system})
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    for kind, words in {"whole": "nothing was changed", "halves": "the accumulated gradients are lost", "gradient": ""}.items():
+    for kind, words in {
+        "whole": "nothing was changed",
+        "halves": "the accumulated gradients are lost",
+        "gradient": "",
+    }.items():
         assert seen[kind], f"memory never ran out ({kind}): the test shows nothing"
         for message in seen[kind]:
             # torch before 2.13 writes the cause of a failed allocation only to stderr

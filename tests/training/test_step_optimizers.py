@@ -29,7 +29,10 @@ OTHERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 COARSE = {"Muon": 6e-2}
 """It orthogonalizes in bfloat16: two ways to compute that differ by this much."""
-REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "needs sparse gradients, and compiled gradients are dense"}
+REFUSED = {
+    "LBFGS": "evaluates the loss several times",
+    "SparseAdam": "needs sparse gradients, and compiled gradients are dense",
+}
 
 
 FIXED = ("params", "ns_coefficients", "t0")  # Muon's options that shape its computation; ASGD's t0, an integer here
@@ -52,7 +55,13 @@ def test_every_other_optimizer(name: str, tmp_path: Path) -> None:
     """Run eight steps. After half of them, change each nonzero number of the groups."""
     kind, options = OTHERS[name]
     module = _small()
-    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters(), **options), path=tmp_path / "s.pt2")
+    path = ab.export_step(
+        module,
+        batch(0),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=kind(module.parameters(), **options),
+        path=tmp_path / "s.pt2",
+    )
     step, other = load(path).step(), Eager(module, kind(module.parameters(), **options))
     before = everything(other)
     for i in range(8):
@@ -70,14 +79,22 @@ def test_there_is_no_third_kind(tmp_path: Path) -> None:
     module = _small()
     for name, reason in REFUSED.items():
         with pytest.raises(ExportError, match=f"{name} cannot be exported: it {reason}"):
-            ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kinds[name](module.parameters()), path=tmp_path / "no.pt2")
+            ab.export_step(
+                module,
+                batch(0),
+                loss_fn=nn.functional.mse_loss,
+                optimizer=kinds[name](module.parameters()),
+                path=tmp_path / "no.pt2",
+            )
     assert not list(tmp_path.iterdir())
 
 
 class Lion(torch.optim.Optimizer):
     """Lion as its authors wrote it, with a count that is not used."""
 
-    def __init__(self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1):
+    def __init__(
+        self, params: Any, lr: float = 0.01, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -160,7 +177,9 @@ def _two() -> nn.Module:
 @pytest.mark.parametrize("kind", [Lion, Scaled, ByDivision])
 def test_an_optimizer_of_ones_own(kind: type[Lion], tmp_path: Path) -> None:
     module = _two()
-    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters()), path=tmp_path / "s.pt2")
+    path = ab.export_step(
+        module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=kind(module.parameters()), path=tmp_path / "s.pt2"
+    )
     step, other = load(path).step(), Eager(module, kind(module.parameters()))
     before = everything(other)
     for i in range(6):
@@ -176,15 +195,26 @@ def test_an_optimizer_of_ones_own(kind: type[Lion], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (PythonState, r"PythonState keeps state\['0.weight'\]\['t'\] as a int that changes with each step; a compiled step can change only tensors"),
+        (
+            PythonState,
+            r"PythonState keeps state\['0.weight'\]\['t'\] as a int that changes with each step; a compiled step can change only tensors",
+        ),
         (PythonGroup, r"PythonGroup\.step changes param_groups\[0\]\['k'\]; a compiled step can change only tensors"),
-        (PythonAttribute, r"PythonAttribute\.step changes the optimizer's own 'calls'; a compiled step can change only tensors"),
-        (PythonTable, r"PythonTable\.step changes the optimizer's own 'table'; a compiled step can change only tensors"),
+        (
+            PythonAttribute,
+            r"PythonAttribute\.step changes the optimizer's own 'calls'; a compiled step can change only tensors",
+        ),
+        (
+            PythonTable,
+            r"PythonTable\.step changes the optimizer's own 'table'; a compiled step can change only tensors",
+        ),
         (SharedState, r"SharedState keeps state\['k'\], which does not belong to a parameter"),
         (Deciding, r"Deciding\.step could not be traced: "),
     ],
 )
-def test_an_optimizer_that_keeps_its_numbers_elsewhere_is_refused(kind: type[Lion], message: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_keeps_its_numbers_elsewhere_is_refused(
+    kind: type[Lion], message: str, tmp_path: Path
+) -> None:
     module = _two()
     optimizer = kind(module.parameters())
     kept = {k: str(v) for k, v in vars(optimizer).items()}
@@ -194,10 +224,12 @@ def test_an_optimizer_that_keeps_its_numbers_elsewhere_is_refused(kind: type[Lio
 
 
 def test_unequal_counts_state_that_lingers_and_other_numbers(tmp_path: Path) -> None:
-    """The export starts mid-training: one layer made fewer steps, another is frozen and its state remains. ``lr`` is a NumPy number; groups are
-    named."""
+    """The export starts mid-training: one layer made fewer steps, another is frozen and its state remains. ``lr`` is a
+    NumPy number; groups are named."""
     module = _two()
-    optimizer = torch.optim.Adam([{"params": module[0].named_parameters(), "lr": np.float64(0.02)}, {"params": module[2].named_parameters()}])
+    optimizer = torch.optim.Adam(
+        [{"params": module[0].named_parameters(), "lr": np.float64(0.02)}, {"params": module[2].named_parameters()}]
+    )
     module[2].weight.requires_grad_(False)
     other = Eager(module, optimizer)
     other(*batch(0))
@@ -205,7 +237,9 @@ def test_unequal_counts_state_that_lingers_and_other_numbers(tmp_path: Path) -> 
     module[2].weight.requires_grad_(True)
     other(*batch(2))
     module[0].bias.requires_grad_(False)
-    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, path=tmp_path / "s.pt2")
+    path = ab.export_step(
+        module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, path=tmp_path / "s.pt2"
+    )
     step, before = load(path).step(), everything(other)
     for i in range(3, 6):
         torch.testing.assert_close(step(*batch(i)), other(*batch(i)), rtol=1e-4, atol=1e-5)
@@ -234,19 +268,27 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_numbers_become_conditions(tmp_path: Path) -> None:
-    """If the optimizer branches on a number, each branch is a condition. A step exported without momentum has no slot for it."""
+    """If the optimizer branches on a number, each branch is a condition. A step exported without momentum has no slot
+    for it."""
     module = _small()
     optimizer = torch.optim.SGD(module.parameters(), lr=0)
-    path = ab.export_step(module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, clip_norm=1e30, path=tmp_path / "s.pt2")
+    path = ab.export_step(
+        module, batch(0), loss_fn=nn.functional.mse_loss, optimizer=optimizer, clip_norm=1e30, path=tmp_path / "s.pt2"
+    )
     step = load(path).step()
     before = everything(step)
     step(*batch(0))
     assert_equal(everything(step), before)
     assert step.grad_norm > 0
     for key in ("momentum", "weight_decay"):
-        with pytest.raises(InputError, match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes differently for this value; compiled for 0 alone"):
+        with pytest.raises(
+            InputError,
+            match=rf"param_groups\[0\]\['{key}'\] = 0.1: SGD computes differently for this value; compiled for 0 alone",
+        ):
             step.param_groups[0][key] = 0.1
-    with pytest.raises(InputError, match=r"param_groups\[0\]\['dampening'\] is fixed in the compiled step at 0, got 0.3"):
+    with pytest.raises(
+        InputError, match=r"param_groups\[0\]\['dampening'\] is fixed in the compiled step at 0, got 0.3"
+    ):
         step.param_groups[0]["dampening"] = 0.3  # it would change the first step
     step.param_groups[0].update(lr=0.1, momentum=0)
     step(*batch(0))

@@ -35,7 +35,9 @@ def _eager_steps(net: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any
 def test_a_schedule_that_warms_up_moves_the_first_state(kind: Any, tmp_path: Path) -> None:
     """Rprop's step sizes and ASGD's eta start from the learning rate of the first step, not of the export."""
     net = _net()
-    path = ab.export_step(net, (X, Y), loss_fn=nn.MSELoss(), optimizer=kind(net.parameters(), lr=0.05), path=tmp_path / "s.pt2")
+    path = ab.export_step(
+        net, (X, Y), loss_fn=nn.MSELoss(), optimizer=kind(net.parameters(), lr=0.05), path=tmp_path / "s.pt2"
+    )
     step, eager = load(path).step(), copy.deepcopy(net)
     optimizer = kind(eager.parameters(), lr=0.05)
     schedules = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4) for o in (step, optimizer)]
@@ -70,7 +72,9 @@ class FromRate(torch.optim.Optimizer):
 def test_a_state_that_is_made_from_the_learning_rate_is_refused_by_name(tmp_path: Path) -> None:
     net = _net()
     with pytest.raises(ExportError, match=r"FromRate computes the initial state\['weight'\]\['rate'\] from lr"):
-        ab.export_step(net, (X, Y), loss_fn=nn.MSELoss(), optimizer=FromRate(net.parameters(), 0.1), path=tmp_path / "s.pt2")
+        ab.export_step(
+            net, (X, Y), loss_fn=nn.MSELoss(), optimizer=FromRate(net.parameters(), 0.1), path=tmp_path / "s.pt2"
+        )
 
 
 class Dictionary(nn.Module):
@@ -85,7 +89,9 @@ class Dictionary(nn.Module):
 
 def test_a_dict_whose_first_result_is_not_called_loss_is_refused(tmp_path: Path) -> None:
     net = Dictionary("penalty")
-    with pytest.raises(ExportError, match="expected the loss as the first result, got 'penalty'; return the loss alone"):
+    with pytest.raises(
+        ExportError, match="expected the loss as the first result, got 'penalty'; return the loss alone"
+    ):
         ab.export_step(net, (X, Y), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), path=tmp_path / "s.pt2")
 
 
@@ -143,7 +149,10 @@ def test_memory_that_other_entries_would_not_see_is_refused(path: Path) -> None:
     step, y = package.step(), torch.arange(12) % 5
     step(X, y)
     step.parameters["body.0.weight"].data = torch.zeros(8, 6)
-    with pytest.raises(WeightsError, match=r"body\.0\.weight was moved to other memory, and other entries of the package would not see it"):
+    with pytest.raises(
+        WeightsError,
+        match=r"body\.0\.weight was moved to other memory, and other entries of the package would not see it",
+    ):
         step(X, y)
 
 
@@ -151,7 +160,10 @@ def _freeze(p: Any) -> None:
     p.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [_freeze, lambda p: p.register_hook(lambda g: g), lambda p: p.register_post_accumulate_grad_hook(lambda q: None)])
+@pytest.mark.parametrize(
+    "change",
+    [_freeze, lambda p: p.register_hook(lambda g: g), lambda p: p.register_post_accumulate_grad_hook(lambda q: None)],
+)
 def test_what_would_have_no_effect_on_a_parameter_is_refused(change: Callable[[Any], Any], path: Path) -> None:
     step = load(path).step()
     with pytest.raises(InputError, match=r"fixed in the compiled step|a hook .* would never run"):

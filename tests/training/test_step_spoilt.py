@@ -1,4 +1,5 @@
-"""The self-check of a training step finds a gradient or an update that is off by a thousandth, and writes no package."""
+"""The self-check of a training step finds a gradient or an update that is off by a thousandth, and writes no
+package."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the repair: these tests corrupt the graph, which eager kernels cannot fix, and the search for one costs a compilation."""
+    """Skip the repair: these tests corrupt the graph, which eager kernels cannot fix, and the search for one costs a
+    compilation."""
 
     def refuse(self: Build, error: WrongResult) -> None:
         raise error
@@ -87,7 +89,9 @@ def test_a_large_moment_that_becomes_infinite(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     net = Mean(160, 160)
-    path = ab.export_step(net, (torch.randn(4, 160) * 1e25,), optimizer=torch.optim.Adam(net.parameters()), path=tmp_path / "step.pt2")
+    path = ab.export_step(
+        net, (torch.randn(4, 160) * 1e25,), optimizer=torch.optim.Adam(net.parameters()), path=tmp_path / "step.pt2"
+    )
     assert verify_package(path).ok
 
 
@@ -101,7 +105,11 @@ def test_a_large_moment_that_becomes_infinite(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_off_by_a_thousandth_fails_the_export(
-    spoil: Callable[[torch.fx.Graph, int], None], optimizer: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spoil: Callable[[torch.fx.Graph, int], None],
+    optimizer: Any,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = optimizer_graph.trace
 
@@ -126,8 +134,8 @@ def test_what_is_off_by_a_thousandth_fails_the_export(
 
 
 class PerGroup(nn.Module):
-    """The mean over groups of a sum divided by its number of rows, which is 0 for an empty group. ``beside`` is independent of that; with ``mixed``
-    it becomes NaN, too."""
+    """The mean over groups of a sum divided by its number of rows, which is 0 for an empty group. ``beside`` is
+    independent of that; with ``mixed`` it becomes NaN, too."""
 
     def __init__(self, mixed: bool) -> None:
         super().__init__()
@@ -137,12 +145,19 @@ class PerGroup(nn.Module):
         rows = torch.zeros_like(target).index_add(0, group, torch.ones_like(x))
         sums = torch.zeros_like(target).index_add(0, group, x * self.weight)
         loss = ((sums - target) / rows).square().mean()
-        return (loss - loss.detach() if self.mixed else loss) + self.beside.square().sum() * (loss.detach() if self.mixed else 1.0)
+        return (loss - loss.detach() if self.mixed else loss) + self.beside.square().sum() * (
+            loss.detach() if self.mixed else 1.0
+        )
 
 
 def test_infinities_at_a_size_that_the_export_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager's loss is Inf there, too. Finite values are compared. A size whose results include an all-NaN tensor is not called verified."""
-    example = torch.tensor([0.5, -1.0, 2.0, 1.0, 0.3, -0.7]), torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([0.3, -0.4])
+    """Eager's loss is Inf there, too. Finite values are compared. A size whose results include an all-NaN tensor is not
+    called verified."""
+    example = (
+        torch.tensor([0.5, -1.0, 2.0, 1.0, 0.3, -0.7]),
+        torch.tensor([0, 0, 0, 1, 1, 1]),
+        torch.tensor([0.3, -0.4]),
+    )
     rows, groups = {0: Dim("rows", min=1, max=99)}, {0: Dim("groups", min=1, max=9)}
     original = step_check.steps_of_entry
 
@@ -159,7 +174,10 @@ def test_infinities_at_a_size_that_the_export_chose(tmp_path: Path, monkeypatch:
         return open_package(path).manifest.entries["step"].variants[0].verdict.sizes
 
     assert export(False) == ("rows=6, groups=2", "rows=7, groups=4", "rows=1, groups=1", "rows=1, groups=2")
-    for name, message in (("loss 0", r"loss 0 is 2 in the compiled step and inf in eager"), ("parameter beside", r"the change of parameter beside")):
+    for name, message in (
+        ("loss 0", r"loss 0 is 2 in the compiled step and inf in eager"),
+        ("parameter beside", r"the change of parameter beside"),
+    ):
 
         def spoilt(package: Any, entry: str, sized: Any, *rest: Any) -> step_check.StepResults:
             results = original(package, entry, sized, *rest)

@@ -1,4 +1,5 @@
-"""The state of a loaded training step: exchanged with eager, kept over processes, and intact after every kind of misuse."""
+"""The state of a loaded training step: exchanged with eager, kept over processes, and intact after every kind of
+misuse."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from ..support.step_cases import (
 
 
 class _as_it_was:
-    """Check that a module, an optimizer and the random state are unchanged: values, objects, modes, gradients, attributes."""
+    """Check that a module, an optimizer and the random state are unchanged: values, objects, modes, gradients,
+    attributes."""
 
     def __init__(self, module: nn.Module, optimizer: Any, *more: nn.Module):
         self.modules, self.optimizer = (module, *more), optimizer
@@ -52,11 +54,19 @@ class _as_it_was:
                 out.append((name, id(t), t.data_ptr(), t.tolist(), t.requires_grad, grad))
         if isinstance(self.optimizer, torch.optim.Optimizer):
             for p, slots in self.optimizer.state.items():
-                out.append((id(p), {k: (id(v), v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in slots.items()}))
+                out.append(
+                    (id(p), {k: (id(v), v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in slots.items()})
+                )
             for group in self.optimizer.param_groups:
                 out.append({k: [id(p) for p in v] if k == "params" else v for k, v in group.items()})
             out.append({k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups", "_params")})
-            out.append((id(self.optimizer.state), id(self.optimizer.param_groups), [id(g) for g in self.optimizer.param_groups]))
+            out.append(
+                (
+                    id(self.optimizer.state),
+                    id(self.optimizer.param_groups),
+                    [id(g) for g in self.optimizer.param_groups],
+                )
+            )
         return copy.deepcopy(out)
 
     def __enter__(self) -> None:
@@ -137,8 +147,8 @@ print("thin")
 
 
 def test_stopped_and_resumed_in_a_new_process_bit_for_bit(tmp_path: Path) -> None:
-    """Losses, parameters, buffers, state, dropout masks and the schedule continue, with gradients of two calls accumulated. The new process has no
-    compiler and imports no tracer."""
+    """Losses, parameters, buffers, state, dropout masks and the schedule continue, with gradients of two calls
+    accumulated. The new process has no compiler and imports no tracer."""
     step = load(package("Adam")).step()
     schedule = SCHEDULES["Adam"](step)
     torch.manual_seed(10)
@@ -154,8 +164,19 @@ def test_stopped_and_resumed_in_a_new_process_bit_for_bit(tmp_path: Path) -> Non
         losses.append(step(*batch(i)))
         schedule.step()
     (empty := tmp_path / "empty").mkdir()
-    environment = {"PATH": str(empty), "HOME": str(empty), "AOT_BACKWARD_CACHE": str(empty / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(package("Adam")), *(str(tmp_path / n) for n in ("state", "batches", "out"))]
+    environment = {
+        "PATH": str(empty),
+        "HOME": str(empty),
+        "AOT_BACKWARD_CACHE": str(empty / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(package("Adam")),
+        *(str(tmp_path / n) for n in ("state", "batches", "out")),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment}, timeout=900)
     assert done.returncode == 0 and done.stdout == "thin\n", done.stderr
     theirs = torch.load(tmp_path / "out", weights_only=True)
@@ -179,7 +200,9 @@ def adam() -> Any:
     return step
 
 
-def _untouched(step: Any, misuse: Callable[[], Any], error: Any, message: str, next_call: Callable[[], Any] | None = None) -> None:
+def _untouched(
+    step: Any, misuse: Callable[[], Any], error: Any, message: str, next_call: Callable[[], Any] | None = None
+) -> None:
     """Check that ``misuse`` raises and changes nothing, and that the next call is unaffected."""
     twin = copy.deepcopy(step)
     kept, options = everything(step), [{k: v for k, v in g.items() if k != "params"} for g in step.param_groups]
@@ -223,10 +246,19 @@ def test_a_wrong_argument_is_named_and_changes_nothing(adam: Any, args: Any, kwa
 def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
     first, second = adam.param_groups
     for misuse, message in (
-        (lambda: first.update(weight_decay=0.0), r"param_groups\[0\]\['weight_decay'\] = 0: Adam computes differently for this value; compiled for"),
-        (lambda: second.update(weight_decay=0.1), r"param_groups\[1\]\['weight_decay'\] = 0.1: Adam .*; compiled for 0 alone"),
+        (
+            lambda: first.update(weight_decay=0.0),
+            r"param_groups\[0\]\['weight_decay'\] = 0: Adam computes differently for this value; compiled for",
+        ),
+        (
+            lambda: second.update(weight_decay=0.1),
+            r"param_groups\[1\]\['weight_decay'\] = 0.1: Adam .*; compiled for 0 alone",
+        ),
         (lambda: second.update(lr=0.5, weight_decay=0.1), "weight_decay"),
-        (lambda: first.update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\] is fixed in the compiled step at False, got True"),
+        (
+            lambda: first.update(amsgrad=True),
+            r"param_groups\[0\]\['amsgrad'\] is fixed in the compiled step at False, got True",
+        ),
         (lambda: first.update(maximize=1), "maximize"),
         (lambda: first.update(betas=0.9), r"betas'\] is 0.9; expected 2 numbers"),
         (lambda: first.update(betas=(0.9,)), "expected 2 numbers"),
@@ -257,7 +289,12 @@ def test_numbers_that_the_code_does_not_hold_for(adam: Any) -> None:
 def test_gradients_that_cannot_wait() -> None:
     step = load(package("RMSprop")).step()
     _train(step, 0)
-    _untouched(step, lambda: step(*batch(1), update=False), InputError, "exported without gradient accumulation: export it with accumulate=True")
+    _untouched(
+        step,
+        lambda: step(*batch(1), update=False),
+        InputError,
+        "exported without gradient accumulation: export it with accumulate=True",
+    )
 
 
 def _changed(*path: Any, to: Any = ...) -> Callable[[Any], None]:
@@ -280,8 +317,14 @@ MISFITS = {
     "no groups": (_changed("optimizer", "param_groups"), "needs 'state' and 'param_groups'"),
     "a parameter missing": (_changed("module", "first.weight"), r"missing \['first.weight'\]"),
     "a parameter more": (_changed("module", "other", to=X), r"unexpected \['other'\]"),
-    "a parameter of another shape": (_changed("module", "last.bias", to=torch.ones(4)), r"'last.bias' has shape \(4,\).* \(3,\)"),
-    "a parameter that would broadcast": (_changed("module", "last.bias", to=torch.ones(1)), r"'last.bias' has shape \(1,\)"),
+    "a parameter of another shape": (
+        _changed("module", "last.bias", to=torch.ones(4)),
+        r"'last.bias' has shape \(4,\).* \(3,\)",
+    ),
+    "a parameter that would broadcast": (
+        _changed("module", "last.bias", to=torch.ones(1)),
+        r"'last.bias' has shape \(1,\)",
+    ),
     "no tensor": (_changed("module", "last.bias", to=[0.0, 0.0, 0.0]), "'last.bias' is a list"),
     "complex": (_changed("module", "last.bias", to=lambda t: t + 0j), "'last.bias' is complex"),
     "the module itself": (_changed("module", to=3), "module"),
@@ -289,14 +332,32 @@ MISFITS = {
     "state of one missing": (_changed("optimizer", "state", 4), "'last.bias' has no"),
     "state more": (_changed("optimizer", "state", 0, "momentum_buffer", to=X), "momentum_buffer"),
     "state of one more": (_changed("optimizer", "state", 9, to={}), "9"),
-    "state of another shape": (_changed("optimizer", "state", 0, "exp_avg_sq", to=torch.ones(8)), r"'exp_avg_sq' of 'last.weight' has shape"),
-    "state of another kind": (_changed("optimizer", "state", 0, "exp_avg", to="zeros"), "'exp_avg' of 'last.weight' is a str"),
-    "unequal counts": (_changed("optimizer", "state", 1, "step", to=torch.tensor(7.0)), "'step' is 2 for .* and 7 for 'first.weight'"),
-    "another layout": (_changed("optimizer", "param_groups", 0, "params", to=[0]), r"groups have \[1, 3\] parameters; .* \[2, 3\]"),
+    "state of another shape": (
+        _changed("optimizer", "state", 0, "exp_avg_sq", to=torch.ones(8)),
+        r"'exp_avg_sq' of 'last.weight' has shape",
+    ),
+    "state of another kind": (
+        _changed("optimizer", "state", 0, "exp_avg", to="zeros"),
+        "'exp_avg' of 'last.weight' is a str",
+    ),
+    "unequal counts": (
+        _changed("optimizer", "state", 1, "step", to=torch.tensor(7.0)),
+        "'step' is 2 for .* and 7 for 'first.weight'",
+    ),
+    "another layout": (
+        _changed("optimizer", "param_groups", 0, "params", to=[0]),
+        r"groups have \[1, 3\] parameters; .* \[2, 3\]",
+    ),
     "a group missing": (_changed("optimizer", "param_groups", 1), r"groups have \[2\] parameters"),
     "a group without params": (_changed("optimizer", "param_groups", 1, "params"), "params"),
-    "an option that is fixed": (_changed("optimizer", "param_groups", 0, "amsgrad", to=True), "is fixed in the compiled step"),
-    "a number that is not held for": (_changed("optimizer", "param_groups", 1, "weight_decay", to=0.1), "computes differently"),
+    "an option that is fixed": (
+        _changed("optimizer", "param_groups", 0, "amsgrad", to=True),
+        "is fixed in the compiled step",
+    ),
+    "a number that is not held for": (
+        _changed("optimizer", "param_groups", 1, "weight_decay", to=0.1),
+        "computes differently",
+    ),
     "a number missing": (_changed("optimizer", "param_groups", 1, "lr"), "lr"),
     "an option missing": (_changed("optimizer", "param_groups", 1, "amsgrad"), "amsgrad"),
     "a count of another kind": (_changed("count", to="many"), "count"),
@@ -351,7 +412,10 @@ def test_files_that_do_not_fit(adam: Any, tmp_path: Path) -> None:
 
 def test_all_buffers_and_the_loss_are_saved(tmp_path: Path) -> None:
     """The forward changes a buffer that is not persistent and one of the loss function."""
-    for path, call in ((odd_package(), lambda s, i: s(*words(4, i)[0], **words(4, i)[1])[0]), (weighted_package(), lambda s, i: s(*labelled(i)))):
+    for path, call in (
+        (odd_package(), lambda s, i: s(*words(4, i)[0], **words(4, i)[1])[0]),
+        (weighted_package(), lambda s, i: s(*labelled(i))),
+    ):
         step, again = load(path).step(), load(path).step()
         torch.manual_seed(11)
         for i in range(3):
@@ -395,7 +459,10 @@ def test_parameters_are_written_in_place_or_bound_anew(adam: Any) -> None:
     assert _train(adam, 1, 2, 3) == _train(twin, 1, 2, 3)
     assert_equal(everything(adam), everything(twin))
     good = adam.parameters["last.weight"].data
-    for wrong, message in ((good.double(), r"last\.weight has dtype torch\.float64"), (good[:2], r"last\.weight has shape \(2, 8\)")):
+    for wrong, message in (
+        (good.double(), r"last\.weight has dtype torch\.float64"),
+        (good[:2], r"last\.weight has shape \(2, 8\)"),
+    ):
         adam.parameters["last.weight"].data = wrong
         with pytest.raises(WeightsError, match=message):
             adam(*batch(4))
@@ -459,7 +526,11 @@ def _hooked() -> torch.optim.Optimizer:
 
 REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], str]] = {
     "closures": (lambda m: Closure(m.parameters(), lr=0.1), {}, r"Closure\.step .*closure"),
-    "LBFGS": (lambda m: torch.optim.LBFGS(m.parameters()), {}, r"LBFGS cannot be exported: it evaluates the loss several times"),
+    "LBFGS": (
+        lambda m: torch.optim.LBFGS(m.parameters()),
+        {},
+        r"LBFGS cannot be exported: it evaluates the loss several times",
+    ),
     "hooks": (lambda _: _hooked(), {}, "the SGD has step hooks, which a compiled step would not call; remove them"),
     "another module": (
         lambda _: torch.optim.SGD(nn.Linear(6, 3).parameters(), lr=0.1),
@@ -469,20 +540,36 @@ REFUSED_AT_EXPORT: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any], s
     "no optimizer": (lambda _: "SGD", {}, "optimizer is a builtins.str; expected a torch.optim.Optimizer"),
     "no scalar": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"loss_fn": lambda a, b: a - b}, "scalar"),
     "no gradient": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"loss_fn": lambda a, b: b.sum()}, "gradient"),
-    "no module": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": lambda x: x}, "a training step needs a torch.nn.Module"),
+    "no module": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"module": lambda x: x},
+        "a training step needs a torch.nn.Module",
+    ),
     "sparse gradients": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         {"module": nn.Embedding(6, 3, sparse=True), "args": (torch.tensor([1, 2, 2]), torch.randn(3, 3))},
         "the gradient of 'weight': expected a dense tensor, got a sparse one.* sparse=False",
     ),
-    "a complex parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Complex()}, "'weight' is complex, .*train its real view"),
-    "an empty parameter": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"module": Empty()}, "'nothing' has no elements; leave it out"),
+    "a complex parameter": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"module": Complex()},
+        "'weight' is complex, .*train its real view",
+    ),
+    "an empty parameter": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"module": Empty()},
+        "'nothing' has no elements; leave it out",
+    ),
     "an infinite limit": (
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
         {"clip_norm": float("inf")},
         "clip_norm: expected a finite number from 0 on, got inf",
     ),
-    "no target": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), {"args": ()}, "the last positional argument is its target"),
+    "no target": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        {"args": ()},
+        "the last positional argument is its target",
+    ),
 }
 
 
@@ -492,7 +579,10 @@ def test_what_cannot_be_exported_is_refused_and_left_as_it_was(name: str, tmp_pa
     module = options.get("module", nn.Linear(6, 3))
     optimizer = make(module if isinstance(module, nn.Module) else nn.Linear(6, 3))
     options = {"module": module, "args": batch(0), "loss_fn": nn.functional.mse_loss, **options}
-    with _as_it_was(module if isinstance(module, nn.Module) else nn.Module(), optimizer), pytest.raises(ExportError, match=message):
+    with (
+        _as_it_was(module if isinstance(module, nn.Module) else nn.Module(), optimizer),
+        pytest.raises(ExportError, match=message),
+    ):
         ab.export_step(**options, optimizer=optimizer, path=tmp_path / "no.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -500,11 +590,14 @@ def test_what_cannot_be_exported_is_refused_and_left_as_it_was(name: str, tmp_pa
 def test_hooks_of_all_optimizers_are_refused(tmp_path: Path) -> None:
     net = nn.Linear(6, 3)
     with register_optimizer_step_pre_hook(lambda *_: None), pytest.raises(ExportError, match="has step hooks"):
-        ab.export_step(net, batch(0), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters()), path=tmp_path / "no.pt2")
+        ab.export_step(
+            net, batch(0), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters()), path=tmp_path / "no.pt2"
+        )
 
 
 def test_an_export_in_the_middle_of_a_training_starts_there_and_leaves_it(tmp_path: Path) -> None:
-    """Export keeps existing gradients, a submodule in eval mode, and a loss with buffers. The graph is that of the shared package."""
+    """Export keeps existing gradients, a submodule in eval mode, and a loss with buffers. The graph is that of the
+    shared package."""
     other = eager("AdamW")
     _train(other, 0, 1, 2)
     schedule = SCHEDULES["AdamW"](other.optimizer)
@@ -514,7 +607,9 @@ def test_an_export_in_the_middle_of_a_training_starts_there_and_leaves_it(tmp_pa
     rows = {0: torch.export.Dim("rows", min=2)}
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "optimizer": other.optimizer, "clip_norm": CLIP}
     with _as_it_was(other.module, other.optimizer):
-        path = ab.export_step(other.module, batch(0), dynamic_shapes={"x": rows, "target": rows}, path=tmp_path / "s.pt2", **options)
+        path = ab.export_step(
+            other.module, batch(0), dynamic_shapes={"x": rows, "target": rows}, path=tmp_path / "s.pt2", **options
+        )
     step = load(path).step()
     assert_equal(everything(step), everything(other))
     assert step.param_groups[0]["initial_lr"] == 0.01

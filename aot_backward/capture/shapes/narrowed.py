@@ -1,6 +1,7 @@
 """Explain which dynamic sizes the program narrows, at which line, and how the user can change that.
 
-A few sizes that the traced code does not serve are no error here: each gets a variant of its own (``checks.declared_sizes``)."""
+A few sizes that the traced code does not serve are no error here: each gets a variant of its own
+(``checks.declared_sizes``)."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ class Narrowed(Exception):
 
 
 _FEW_EXCLUDED = 8
-"""How many excluded sizes are listed. With ``Dim("length")``, which is from 0, and a kernel of 5, there are six; eager refuses five of them."""
+"""How many excluded sizes are listed. With ``Dim("length")``, which is from 0, and a kernel of 5, there are six; eager
+refuses five of them."""
 
 
 def few_excluded(holds: Callable[[int], bool], low: int, high: int | None) -> list[int] | None:
     """Return the sizes from ``low`` to ``high`` that ``holds`` excludes if they are few, else None.
 
-    Tried are 256 sizes from ``low`` on, and further ones around powers of 2: a trace compares quotients, remainders and products of small numbers, or
-    a number of elements with the limit of an index."""
+    Tried are 256 sizes from ``low`` on, and further ones around powers of 2: a trace compares quotients, remainders and
+    products of small numbers, or a number of elements with the limit of an index."""
     last = 1 << 40 if high is None else high
     powers = {(1 << power) + k for power in range(8, 41) for k in (-1, 0, 1)}
     out = []
@@ -44,7 +46,8 @@ def few_excluded(holds: Callable[[int], bool], low: int, high: int | None) -> li
 
 @dataclass
 class Declared:
-    """One declared size: a ``Dim`` or a hint. ``place``: the first dimension with it. ``symbols``: its symbols when the trace began."""
+    """One declared size: a ``Dim`` or a hint. ``place``: the first dimension with it. ``symbols``: its symbols when the
+    trace began."""
 
     size: Any
     place: str
@@ -71,20 +74,26 @@ def bounds(size: Any) -> tuple[int, int | None]:
     return (0 if low is None else int(low)), (None if high is None or not sympy.sympify(high).is_Integer else int(high))
 
 
-def declared_sizes(stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]) -> list[Declared]:
-    """Collect the declared sizes. Call this before the trace replaces symbols. ``stated``: the result of ``dynamic_shapes.declared``."""
+def declared_sizes(
+    stated: Sequence[tuple[int, int, Any]], inputs: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[Declared]:
+    """Collect the declared sizes. Call this before the trace replaces symbols. ``stated``: the result of
+    ``dynamic_shapes.declared``."""
     declared: dict[Any, Declared] = {}
     for i, d, size in stated:
         value = inputs[i].shape[d]
         if isinstance(value, torch.SymInt) and hasattr(size, "min"):
             place = f"{names[i]}.shape[{d}]"
-            dim = declared.setdefault(size.__name__ if isinstance(size, Dim) else place, Declared(size, place, value, set()))
+            dim = declared.setdefault(
+                size.__name__ if isinstance(size, Dim) else place, Declared(size, place, value, set())
+            )
             dim.symbols |= value.node.expr.free_symbols
     return list(declared.values())
 
 
 def raise_if_refused(env: Any, declared: Sequence[Declared], places: Places, error: Exception) -> None:
-    """Raise ``error``, a ``ConstraintViolationError`` of torch, explained once per size, unless only a few sizes are excluded."""
+    """Raise ``error``, a ``ConstraintViolationError`` of torch, explained once per size, unless only a few sizes are
+    excluded."""
     reasons, few = list[str](), False
     for n, dim in enumerate(declared):
         narrowing = _narrowing(env, dim, declared[n:])
@@ -99,7 +108,9 @@ def raise_if_refused(env: Any, declared: Sequence[Declared], places: Places, err
                 "using vmap, or export a variant for each size"
             )
         where = "".join(f", {part}" for part in (origin.where, origin.operator) if part)
-        reasons.append(f"{dim.label} is {_range(dim)}, and the program{where and f'{where},'} is valid {text}: {advice}")
+        reasons.append(
+            f"{dim.label} is {_range(dim)}, and the program{where and f'{where},'} is valid {text}: {advice}"
+        )
     if reasons:
         raise Narrowed(". ".join(reasons)) from error
     if not few:
@@ -117,17 +128,30 @@ _FEW = None, "", ""
 
 
 def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any, str, str] | None:
-    """Return the guard, its text and a remedy; ``_FEW`` if the guards exclude a few sizes; None if they exclude none."""
+    """Return the guard, its text and a remedy; ``_FEW`` if the guards exclude a few sizes; None if they exclude
+    none."""
     value = expression_of(one.value)
     if value.is_Integer:
-        equalities = [g.expr for g in env.guards if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)]
+        equalities = [
+            g.expr
+            for g in env.guards
+            if type(g.expr).__name__ == "Equality" and not one.symbols.isdisjoint(g.expr.free_symbols)
+        ]
         guard = next((e for e in equalities if any(part.is_Integer for part in e.args)), (equalities or [None])[0])
         advice = "say Dim.AUTO or Dim.STATIC there, or export a variant for each size"
         return guard, f"only for {value} (guard: {one.place} == {value})", advice
     names = dict.fromkeys(one.symbols, one.size.__name__ if one.named else one.place)
     for other in later:
-        if one is not other and one.named and other.named and value.free_symbols & {env.replace(s) for s in other.symbols} and value.is_Symbol:
-            guards = [g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols]
+        if (
+            one is not other
+            and one.named
+            and other.named
+            and value.free_symbols & {env.replace(s) for s in other.symbols}
+            and value.is_Symbol
+        ):
+            guards = [
+                g.expr for g in env.guards if one.symbols & g.expr.free_symbols and other.symbols & g.expr.free_symbols
+            ]
             advice = f"give both the same Dim, or export a variant with Dim.AUTO for sizes that differ from {other.size.__name__}"
             return (guards or [None])[0], f"only if it is equal to {other.label}", advice
     if type(one.size) is not Dim:  # a hint may be narrowed; only torch knows the bounds of 2 * Dim("half")
@@ -145,7 +169,11 @@ def _narrowing(env: Any, one: Declared, later: Sequence[Declared]) -> tuple[Any,
     if few_excluded(served, *bounds(one.size)) is not None:
         return _FEW
     condition = write(unmet_guards[0], names).removeprefix("(").removesuffix(")")
-    return unmet_guards[0], f"only if {condition}", "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO"
+    return (
+        unmet_guards[0],
+        f"only if {condition}",
+        "declare sizes for which that holds (a range, or 2 * Dim('half')), or say Dim.AUTO",
+    )
 
 
 def _holds(guard: Any, allowed: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Replacements for operators with C++ code that reads sizes as numbers, which fixes a dynamic size; these keep it symbolic.
+"""Replacements for operators with C++ code that reads sizes as numbers, which fixes a dynamic size; these keep it
+symbolic.
 
-The second derivative of ``sgn`` (and so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that stand for zeros, without
-memory; operators on one ask for its sizes, and so do ``cat`` and ``stack`` to make one. The rules of ``torch.func.vmap`` for ``cat`` and for the
-gradients of slices ask for the number of mapped items.
+The second derivative of ``sgn`` (and so of ``abs``) asks for the sizes of its zeros. Forward mode makes tensors that
+stand for zeros, without memory; operators on one ask for its sizes, and so do ``cat`` and ``stack`` to make one. The
+rules of ``torch.func.vmap`` for ``cat`` and for the gradients of slices ask for the number of mapped items.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ aten = torch.ops.aten
 @contextlib.contextmanager
 def carried() -> Iterator[None]:
     """Run the replacements below in a trace. Outside a trace the Python dispatcher is off, and they are not called."""
-    zero, autograd, batched = torch_api.DispatchKey.ZeroTensor, torch_api.DispatchKey.Autograd, torch_api.DispatchKey.FuncTorchBatched
+    zero, autograd, batched = (
+        torch_api.DispatchKey.ZeroTensor,
+        torch_api.DispatchKey.Autograd,
+        torch_api.DispatchKey.FuncTorchBatched,
+    )
     kernels: dict[tuple[Any, Any], Callable[..., Any]] = {
         (aten.add.Tensor, zero): _sum,
         (aten.sub.Tensor, zero): _difference,
         (aten.mul.Tensor, zero): _zeros,
         (aten.div.Tensor, zero): _quotient,
         (aten.linalg_cross.default, zero): _zeros,
-        (aten._has_same_storage_numel.default, zero): lambda x, y: True,  # else torch would copy the zeros, and read an offset as a number
+        # Else torch would copy the zeros, and read an offset as a number
+        (aten._has_same_storage_numel.default, zero): lambda x, y: True,
         (aten.view.default, zero): _viewed,
         (aten.sgn.default, autograd): _sign,
         (aten.cat.default, autograd): functools.partial(_with_tangents, aten.cat.default),
@@ -79,7 +85,9 @@ def _plain(value: Any) -> Any:
 
 
 def _zeros(x: Any, y: Any, **_: Any) -> Any:
-    return aten._efficientzerotensor(torch.broadcast_shapes(x.shape, y.shape), dtype=_common_dtype(x, y), device=x.device)
+    return aten._efficientzerotensor(
+        torch.broadcast_shapes(x.shape, y.shape), dtype=_common_dtype(x, y), device=x.device
+    )
 
 
 def _quotient(x: Any, y: Any) -> Any:
@@ -108,17 +116,20 @@ def _difference(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    """Use ``sign`` for real numbers: its derivative keeps sizes symbolic. The derivative of ``sgn`` for complex numbers does so itself."""
+    """Use ``sign`` for real numbers: its derivative keeps sizes symbolic. The derivative of ``sgn`` for complex numbers
+    does so itself."""
     if not x.is_complex():
         return aten.sign(x)
     return torch_api.call_kernel(aten.sgn.default, torch_api.DispatchKey.Autograd, x)
 
 
 def _with_tangents(operator: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Join tensors of which some have a tangent: zeros for the others, which torch would make of their sizes as numbers."""
+    """Join tensors of which some have a tangent: zeros for the others, which torch would make of their sizes as
+    numbers."""
     has = [fwd.unpack_dual(t, level=0).tangent is not None for t in tensors]
     if any(has):
-        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))  # only floating-point and complex tensors have tangents
+        # Only floating-point and complex tensors have tangents
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
         tensors = [t if known else _with_zeros(t.to(dtype)) for t, known in zip(tensors, has, strict=True)]
     return torch_api.call_kernel(operator, torch_api.DispatchKey.Autograd, tensors, dim)
 
@@ -131,7 +142,8 @@ def _with_zeros(x: torch.Tensor) -> torch.Tensor:
 def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Concatenate tensors inside ``vmap``: put the mapped dimension of each first, and expand those that lack it."""
     rank, level = max(t.dim() for t in tensors), torch_api.current_level()
-    pairs = [torch_api._unwrap_batched(t, level) for t in tensors if t.dim() == rank]  # an empty 1-d tensor fits any others
+    # An empty 1-d tensor fits any others
+    pairs = [torch_api._unwrap_batched(t, level) for t in tensors if t.dim() == rank]
     count = next((t.shape[d] for t, d in pairs if d is not None), None)
     with torch_api._ExcludeDispatchKeyGuard(torch_api.DispatchKeySet(torch_api.DispatchKey.FuncTorchBatched)):
         if count is None:  # an outer vmap maps them

@@ -1,8 +1,8 @@
 """Outputs that share memory: a tensor and views of it, or one tensor twice.
 
-Native code returns each in its own memory, because autograd must tell their incoming gradients apart. The trace notes their memory layout in eager,
-and the runtime makes one a view of the other again. These stay copies: views of inputs, parameters and buffers, views of another dtype, conjugates,
-and disjoint views, such as chunks.
+Native code returns each in its own memory, because autograd must tell their incoming gradients apart. The trace notes
+their memory layout in eager, and the runtime makes one a view of the other again. These stay copies: views of inputs,
+parameters and buffers, views of another dtype, conjugates, and disjoint views, such as chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from aot_backward_runtime.format.manifest import Shared
 
 from .symbolic_shapes import Sizes, expression_of, write
 
-_MAX_ELEMENTS = 1 << 24  # the largest memory that is checked element by element, with a byte for each: bounds it to 16 MiB; a guess
+# The largest memory that is checked element by element, with a byte for each: bounds it to 16 MiB; a guess
+_MAX_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,17 @@ class Place:
 
 
 def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, Place]:
-    """Return the place of each tensor among ``values``, by index, except those that share a storage with one of ``outside``."""
+    """Return the place of each tensor among ``values``, by index, except those that share a storage with one of
+    ``outside``."""
     outside_keys = {torch_api.storage_key(t) for t in outside if t.layout is torch.strided}
     layouts = {}
     for i, value in enumerate(values):
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout is not torch.strided
+            or value.is_conj()
+            or value.is_neg()
+        ):
             continue
         key = torch_api.storage_key(value)
         if key not in outside_keys:
@@ -45,8 +52,11 @@ def places(values: Sequence[Any], outside: Iterable[torch.Tensor]) -> dict[int, 
     return layouts
 
 
-def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Sequence[bool], sizes: Sizes) -> tuple[Shared, ...]:
-    """Return which outputs become views of which; raise :class:`ExportError` if two overlap and neither contains the other."""
+def shared(
+    found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Sequence[bool], sizes: Sizes
+) -> tuple[Shared, ...]:
+    """Return which outputs become views of which; raise :class:`ExportError` if two overlap and neither contains the
+    other."""
     number = {leaf: n for n, leaf in enumerate(i for i, o in enumerate(outputs) if o is not None)}
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, place in found.items():
@@ -54,13 +64,25 @@ def shared(found: Mapping[int, Place], outputs: Sequence[Any], requires_grad: Se
             groups.setdefault(place.memory, []).append(i)
     out = []
     for group in groups.values():
-        remaining = sorted(group, key=lambda i: (not requires_grad[i], i))  # a differentiated output cannot be a view of one that is not
+        # A differentiated output cannot be a view of one that is not
+        remaining = sorted(group, key=lambda i: (not requires_grad[i], i))
         while len(remaining) > 1:
-            base = next((i for i in remaining if _dense(found[i]) and any(_covers(found[i], found[j]) for j in remaining if j != i)), None)
+            base = next(
+                (
+                    i
+                    for i in remaining
+                    if _dense(found[i]) and any(_covers(found[i], found[j]) for j in remaining if j != i)
+                ),
+                None,
+            )
             if base is None:
                 _refuse_overlaps({i: found[i] for i in remaining})
                 break
-            views = [j for j in remaining if j != base and _covers(found[base], found[j]) and requires_grad[base] >= requires_grad[j]]
+            views = [
+                j
+                for j in remaining
+                if j != base and _covers(found[base], found[j]) and requires_grad[base] >= requires_grad[j]
+            ]
             if not views:
                 break
             for j in views:
@@ -91,7 +113,10 @@ def _span(place: Place) -> tuple[int, int]:
 def _dense(place: Place) -> bool:
     """Return whether it fills its span without gaps or overlaps."""
     expected = 1
-    for n, s in sorted(((_hint(n), _hint(s)) for n, s in zip(place.shape, place.stride, strict=True) if _hint(n) != 1), key=lambda pair: pair[1]):
+    for n, s in sorted(
+        ((_hint(n), _hint(s)) for n, s in zip(place.shape, place.stride, strict=True) if _hint(n) != 1),
+        key=lambda pair: pair[1],
+    ):
         if s != expected:
             return False
         expected *= n

@@ -17,8 +17,8 @@ from aot_backward_runtime.format.manifest import SymbolSpec, TensorSpec
 
 @dataclass(frozen=True)
 class RestoredShapes:
-    """Rebuilt sizes. ``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the environment's symbols -> the
-    package's."""
+    """Rebuilt sizes. ``carried``: each symbol of the package as a size of ``mode``'s shape environment; ``names``: the
+    environment's symbols -> the package's."""
 
     mode: Any
     carried: dict[str, Any]
@@ -32,18 +32,25 @@ class RestoredShapes:
 
 
 def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> RestoredShapes:
-    """Rebuild the sizes. ``hints``: the value of each symbol at the example. Raise :class:`PackageError` if they break the guards."""
+    """Rebuild the sizes. ``hints``: the value of each symbol at the example. Raise :class:`PackageError` if they break
+    the guards."""
     env = torch_api.ShapeEnv()
     mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     carried: dict[str, Any] = {}
     names: dict[sympy.Symbol, str] = {}
     for symbol in symbols:
         hint = hints.get(symbol.name)
-        if type(hint) is not int or not symbol.minimum <= hint <= (symbol.maximum if symbol.maximum is not None else hint):
-            interval = f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
+        if type(hint) is not int or not symbol.minimum <= hint <= (
+            symbol.maximum if symbol.maximum is not None else hint
+        ):
+            interval = (
+                f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
+            )
             raise PackageError(f"the size {symbol.label}: expected a number {interval}, got {hint!r} in the example")
         source = torch_api.ConstantSource(f"stated_{symbol.name}")
-        expression = env.create_symbol(hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2)
+        expression = env.create_symbol(
+            hint, source, dynamic_dim=torch_api.DimDynamic.DYNAMIC, do_not_specialize_zero_one=symbol.minimum < 2
+        )
         carried[symbol.name] = env.create_symintnode(expression, hint=hint, source=source)
         names[expression] = symbol.name
         env.constrain_symbol_range(expression, compiler_min=symbol.minimum, compiler_max=_most(symbol))

@@ -1,7 +1,8 @@
 """Symbolic sizes of a capture, in the form that the package states: symbols, ranges, guards, and tensor specs.
 
-The shape environment of the capture (``torch.fx.experimental.symbolic_shapes.ShapeEnv``) is the source of truth: it holds every assumption of the
-trace, the partitioner or the compiler about a size, as a replacement, a range or a guard. None of them may be lost.
+The shape environment of the capture (``torch.fx.experimental.symbolic_shapes.ShapeEnv``) is the source of truth: it
+holds every assumption of the trace, the partitioner or the compiler about a size, as a replacement, a range or a guard.
+None of them may be lost.
 """
 
 from __future__ import annotations
@@ -19,12 +20,20 @@ from aot_backward_runtime.format.manifest import Size, SymbolSpec, TensorSpec
 
 from ..user_code.size_guards import GuardOrigin, Places
 
-_COMPARISONS = {"Equality": "==", "Unequality": "!=", "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">="}
+_COMPARISONS = {
+    "Equality": "==",
+    "Unequality": "!=",
+    "StrictLessThan": "<",
+    "LessThan": "<=",
+    "StrictGreaterThan": ">",
+    "GreaterThan": ">=",
+}
 _BINARY = {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
 
 
 def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
-    """Return ``expression`` in the package's language (``expressions.py``); raise :class:`ExportError` if that cannot state it."""
+    """Return ``expression`` in the package's language (``expressions.py``); raise :class:`ExportError` if that cannot
+    state it."""
     kind = type(expression).__name__
     arguments = expression.args
 
@@ -61,8 +70,11 @@ def write(expression: Any, names: Mapping[sympy.Symbol, str]) -> str:
     if kind == "Identity":
         return part(0)
     if kind in ("TruncToInt", "FloorToInt") and type(arguments[0]).__name__ == "IntTrueDiv":
-        return f"({write(arguments[0].args[0], names)} // {write(arguments[0].args[1], names)})"  # sizes are never negative
-    raise ExportError(f"the package format cannot store the size expression {expression} ({kind}); make that dimension static")
+        # Sizes are never negative
+        return f"({write(arguments[0].args[0], names)} // {write(arguments[0].args[1], names)})"
+    raise ExportError(
+        f"the package format cannot store the size expression {expression} ({kind}); make that dimension static"
+    )
 
 
 def expression_of(size: int | torch.SymInt) -> Any:
@@ -75,8 +87,9 @@ def expression_of(size: int | torch.SymInt) -> Any:
 
 @dataclass
 class Sizes:
-    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the range of each symbol with a
-    ``Dim``, by name; ``dims``: the names of those ``Dim``; ``places``: the origin of each guard."""
+    """The symbols of one capture, named ``s0``, ``s1``, … in the order in which the inputs show them. ``declared``: the
+    range of each symbol with a ``Dim``, by name; ``dims``: the names of those ``Dim``; ``places``: the origin of each
+    guard."""
 
     shape_env: Any
     names: dict[sympy.Symbol, str] = field(default_factory=dict)
@@ -87,7 +100,8 @@ class Sizes:
 
     @classmethod
     def of_inputs(cls, shape_env: Any, inputs: Sequence[torch.Tensor], labels: Mapping[tuple[int, int], str]) -> Sizes:
-        """Collect the symbols of ``inputs``, the flat fake inputs. ``labels``: (input, dimension) -> the author's name for it."""
+        """Collect the symbols of ``inputs``, the flat fake inputs. ``labels``: (input, dimension) -> the author's name
+        for it."""
         sizes = cls(shape_env)
         positions: dict[sympy.Symbol, tuple[int, int, int, int]] = {}
         seen: list[sympy.Symbol] = []
@@ -106,7 +120,9 @@ class Sizes:
         specs = []
         for n, symbol in enumerate(seen):
             if symbol not in positions:
-                raise ExportError(f"the size {symbol} occurs only in a product or quotient of others; make one of those dimensions static")
+                raise ExportError(
+                    f"the size {symbol} occurs only in a product or quotient of others; make one of those dimensions static"
+                )
             i, d, scale, offset = positions[symbol]
             bounds = shape_env.var_to_range[symbol]
             upper = bounds.upper
@@ -130,7 +146,8 @@ class Sizes:
         return int(expression) if expression.is_Integer else write(expression, self.names)
 
     def worded(self, size: int | torch.SymInt) -> Size:
-        """Return :meth:`size` for people: sizes that the package's language cannot state, or that come from data, in the environment's words."""
+        """Return :meth:`size` for people: sizes that the package's language cannot state, or that come from data, in
+        the environment's words."""
         try:
             return self.size(size)
         except ExportError:
@@ -138,7 +155,10 @@ class Sizes:
 
     def hints(self) -> dict[str, int]:
         """Return the symbols' values at the example."""
-        return {name: int(self.shape_env.replace(symbol).xreplace(self.shape_env.backed_var_to_val)) for symbol, name in self.names.items()}
+        return {
+            name: int(self.shape_env.replace(symbol).xreplace(self.shape_env.backed_var_to_val))
+            for symbol, name in self.names.items()
+        }
 
     def spec(self, name: str, tensor: torch.Tensor, requires_grad: bool | None = None) -> TensorSpec:
         """Return the metadata that ``tensor`` (fake, maybe symbolic) must have."""
@@ -152,8 +172,8 @@ class Sizes:
         )
 
     def guards(self, about: Set[sympy.Symbol] | None = None) -> tuple[str, ...]:
-        """Return every assumption about the sizes beyond the symbols' ranges, in the package's language. ``about``: only those with one program's
-        symbols, if several programs share the shape environment."""
+        """Return every assumption about the sizes beyond the symbols' ranges, in the package's language. ``about``:
+        only those with one program's symbols, if several programs share the shape environment."""
         out: list[str] = []
         for guard in self.shape_env.guards:
             if about is not None and guard.expr.free_symbols.isdisjoint(about):
@@ -169,19 +189,23 @@ class Sizes:
         return tuple(out)
 
     def origin(self, text: str) -> GuardOrigin | None:
-        """Return the origin of the guard ``text``, else of the first guard on the symbol of that name; None if the compiler added it."""
+        """Return the origin of the guard ``text``, else of the first guard on the symbol of that name; None if the
+        compiler added it."""
         for expression, origin in self.places.items():
             if all(symbol in self.names for symbol in expression.free_symbols):
                 names = {self.names[symbol] for symbol in expression.free_symbols}
-                if text in (write(self.shape_env.simplify(expression), self.names), *(names if len(names) == 1 else ())):
+                if text in (
+                    write(self.shape_env.simplify(expression), self.names),
+                    *(names if len(names) == 1 else ()),
+                ):
                     return origin
         return None
 
     def _in_range(self, expression: Any, traced: bool) -> bool:
-        """Return whether the stated ranges make a guard true that compares one symbol with a number. The ranges of the shape environment would be
-        wrong: a later guard has narrowed them, and would make itself true. The compiler asks whether a size is not 1 (or 0) to know that nothing is
-        broadcast, but its code holds without that: the self-check runs the smallest size to test this. ``traced``: the program asks, and its answer
-        counts."""
+        """Return whether the stated ranges make a guard true that compares one symbol with a number. The ranges of the
+        shape environment would be wrong: a later guard has narrowed them, and would make itself true. The compiler asks
+        whether a size is not 1 (or 0) to know that nothing is broadcast, but its code holds without that: the
+        self-check runs the smallest size to test this. ``traced``: the program asks, and its answer counts."""
         if type(expression).__name__ not in _COMPARISONS or len(expression.free_symbols) != 1:
             return False
         (symbol,) = expression.free_symbols
@@ -190,7 +214,8 @@ class Sizes:
             return False
         maximum = 1 << 62 if spec.maximum is None else spec.maximum  # no tensor is larger
         result = torch_api.bound_sympy(
-            expression, {symbol: torch_api.ValueRanges(spec.minimum if traced else min(max(spec.minimum, 2), maximum), maximum)}
+            expression,
+            {symbol: torch_api.ValueRanges(spec.minimum if traced else min(max(spec.minimum, 2), maximum), maximum)},
         )
         return bool(result.is_singleton() and result.lower == True)  # noqa: E712
 
@@ -202,5 +227,8 @@ _FIRST_SIZES = 8
 def _without_excluded(shape_env: Any, symbol: sympy.Symbol, low: int) -> int:
     """Return the first size from ``low`` on that no guard on ``symbol`` alone excludes; ``low`` if that is far."""
     guards = [g.expr for g in shape_env.guards if g.expr.free_symbols == {symbol}]
-    allowed = (n for n in range(low, low + _FIRST_SIZES) if not any(g.xreplace({symbol: sympy.Integer(n)}) == False for g in guards))  # noqa: E712
-    return next(allowed, low)
+
+    def is_allowed(size: int) -> bool:
+        return not any(g.xreplace({symbol: sympy.Integer(size)}) == False for g in guards)  # noqa: E712 (sympy relation)
+
+    return next(filter(is_allowed, range(low, low + _FIRST_SIZES)), low)

@@ -1,6 +1,7 @@
 """Trace an optimizer for one parameter of each kind, and repeat its operators for the others.
 
-torch's own optimizers treat the parameters of one group, dtype and kind of state alike. To trace them takes 0.05 s a parameter.
+torch's own optimizers treat the parameters of one group, dtype and kind of state alike. To trace them takes 0.05 s a
+parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _ELEMENTWISE = (aten.alias.default, aten.clone.default, aten.copy.default, torch
 class Alike:
     """The parameters of an optimizer, and for each the first of its kind. ``spec`` describes those first ones alone."""
 
-    def __init__(self, spec: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+    ) -> None:
         names = spec.trained
         self._first = {name: name for name in names}
         if type(spec.optimizer).__module__.startswith("torch.optim."):
@@ -35,10 +38,15 @@ class Alike:
         self._names = names
         firsts = tuple(dict.fromkeys(self._first.values()))
         shared = [len(slot.parameters) > 1 for slot in spec.slots]
-        self._slots = [((s.key, number), "") if shared[number] else (s.key, s.parameters[0]) for number, s in enumerate(spec.slots)]
+        self._slots = [
+            ((s.key, number), "") if shared[number] else (s.key, s.parameters[0]) for number, s in enumerate(spec.slots)
+        ]
         kept = [number for number, slot in enumerate(spec.slots) if not set(firsts).isdisjoint(slot.parameters)]
         self._first_slots = [self._slots[number] for number in kept]
-        slots = [dataclasses.replace(spec.slots[n], parameters=tuple(p for p in spec.slots[n].parameters if p in firsts)) for n in kept]
+        slots = [
+            dataclasses.replace(spec.slots[n], parameters=tuple(p for p in spec.slots[n].parameters if p in firsts))
+            for n in kept
+        ]
         self.spec = dataclasses.replace(spec, trained=firsts, slots=tuple(slots))
 
     def firsts(self, values: Sequence[Any]) -> list[Any]:
@@ -46,9 +54,12 @@ class Alike:
         return [value for name, value in zip(self._names, values, strict=True) if self._first[name] == name]
 
     def for_all(self, module: GraphModule, inputs: Sequence[torch.Tensor], *, averages: bool) -> GraphModule | None:
-        """Return the update ``module``, traced for :attr:`spec`, for all parameters; None if it combines the elements of a parameter, or several
-        parameters. ``inputs``: the tensors of all (``optimizer_graph.Update``)."""
-        values, firsts = _values(self._names, self._slots, averages), _values(self.spec.trained, self._first_slots, averages)
+        """Return the update ``module``, traced for :attr:`spec`, for all parameters; None if it combines the elements
+        of a parameter, or several parameters. ``inputs``: the tensors of all (``optimizer_graph.Update``)."""
+        values, firsts = (
+            _values(self._names, self._slots, averages),
+            _values(self.spec.trained, self._first_slots, averages),
+        )
         placeholders = dict(zip(firsts, module.graph.find_nodes(op="placeholder"), strict=True))
         owner = {node: own for (_, own), node in placeholders.items() if own}
         for node in (n for n in module.graph.nodes if n.op == "call_function"):
@@ -79,13 +90,17 @@ class Alike:
                 elif node.op == "call_function":
                     args = map_arg(node.args, functools.partial(copied, own=own))
                     copies[node, own] = call(graph, node.target, *args, **node.kwargs)
-        graph.output(tuple(copied(results[kind, self._first.get(own, "")], own) for kind, own in values[len(self._names) : -1]))
+        graph.output(
+            tuple(copied(results[kind, self._first.get(own, "")], own) for kind, own in values[len(self._names) : -1])
+        )
         return GraphModule(module, graph)
 
 
 def _kinds(spec: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Return what each parameter has in common with those that are updated alike."""
-    group_of = {spec.names[id(p)]: number for number, group in enumerate(spec.optimizer.param_groups) for p in group["params"]}
+    group_of = {
+        spec.names[id(p)]: number for number, group in enumerate(spec.optimizer.param_groups) for p in group["params"]
+    }
     numbers = {
         spec.names[id(p)]: repr({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
         for p, state in spec.optimizer.state.items()
@@ -98,7 +113,17 @@ def _kinds(spec: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
             own = (slot.key, slot.value.dtype, slot.value.dim() > 0, slot.value.shape == shapes[name], slot.starts_as)
             states[name].append(own if len(slot.parameters) == 1 else number)
     return [
-        repr((group_of[name], gradient.dtype, parameter.dtype, parameter.dim() > 0, parameter.numel() > 0, numbers.get(name), states[name]))
+        repr(
+            (
+                group_of[name],
+                gradient.dtype,
+                parameter.dtype,
+                parameter.dim() > 0,
+                parameter.numel() > 0,
+                numbers.get(name),
+                states[name],
+            )
+        )
         for name, gradient, parameter in zip(spec.trained, gradients, parameters, strict=True)
     ]
 
@@ -106,10 +131,20 @@ def _kinds(spec: OptimizerSpec, gradients: Sequence[torch.Tensor], parameters: S
 def _values(names: Sequence[str], slots: Sequence[tuple[Any, str]], averages: bool) -> list[tuple[Any, str]]:
     """Return what each input of an update is, and whose: "" if it belongs to several parameters."""
     of_averages = [*(("average", name) for name in names), ("averages", "")] if averages else []
-    return [*(("gradient", name) for name in names), *(("parameter", name) for name in names), *slots, *of_averages, ("numbers", "")]
+    return [
+        *(("gradient", name) for name in names),
+        *(("parameter", name) for name in names),
+        *slots,
+        *of_averages,
+        ("numbers", ""),
+    ]
 
 
 def _is_elementwise(node: Node) -> bool:
     """Return whether ``node`` has one meaning for tensors of every shape, element by element."""
     is_known = node.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_known and not any(isinstance(a, list | tuple) for a in node.args) and not any(isinstance(a, Node | list) for a in node.kwargs.values())
+    return (
+        is_known
+        and not any(isinstance(a, list | tuple) for a in node.args)
+        and not any(isinstance(a, Node | list) for a in node.kwargs.values())
+    )

@@ -1,4 +1,5 @@
-"""Hyperparameters in an optimizer's graph: read from a vector when the graph runs, and combined before the loops over parameters."""
+"""Hyperparameters in an optimizer's graph: read from a vector when the graph runs, and combined before the loops over
+parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from ..fx_graph import call
 from ..trace_environment import decompositions
 
 FIRST_NUMBER = 2
-"""The vector begins with two flags: whether gradients are added to the accumulated ones or replace them, and whether the optimizer has no state
-yet. docs/format.md (section 5) fixes it."""
+"""The vector begins with two flags: whether gradients are added to the accumulated ones or replace them, and whether
+the optimizer has no state yet. docs/format.md (section 5) fixes it."""
 LOW = (torch.bfloat16, torch.float16)
 
 
-def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, slots: Any, vector: torch.Tensor) -> torch.fx.GraphModule:
-    """Return the graph with the numbers as elements of ``vector``: Python arithmetic on symbols becomes arithmetic on float64 tensors."""
+def with_tensors(
+    traced: torch.fx.GraphModule, gradients: Any, parameters: Any, slots: Any, vector: torch.Tensor
+) -> torch.fx.GraphModule:
+    """Return the graph with the numbers as elements of ``vector``: Python arithmetic on symbols becomes arithmetic on
+    float64 tensors."""
     for node in reversed(list(traced.graph.nodes)):  # users come first
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
             node.replace_all_uses_with(node.args[1])
@@ -38,7 +42,8 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             low_precision = any(a.dtype in LOW for a in tensors)
             if low_precision and any(a.dtype is torch.float64 and a.dim() == 0 for a in tensors):
-                # with 16-bit elements, eager's kernels keep a Python number in float32, but would round a one-element tensor to 16 bits
+                # with 16-bit elements, eager's kernels keep a Python number in float32, but would round a one-element
+                # tensor to 16 bits
                 wide_args = [a.float() if isinstance(a, torch.Tensor) and a.dim() > 0 else a for a in args]
                 low_dtype = next(a.dtype for a in tensors if a.dtype in LOW)
                 return super().call_function(target, tuple(wide_args), kwargs).to(low_dtype)
@@ -56,11 +61,12 @@ def with_tensors(traced: torch.fx.GraphModule, gradients: Any, parameters: Any, 
 
 
 def numbers_first(module: torch.fx.GraphModule, gradients: int) -> torch.fx.GraphModule:
-    """Return ``module`` with scalars that depend only on numbers (bias corrections) computed first. Loops over parameters read them from memory.
+    """Return ``module`` with scalars that depend only on numbers (bias corrections) computed first. Loops over
+    parameters read them from memory.
 
-    Otherwise the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars also wait for every gradient
-    (the first ``gradients`` placeholders), so nothing is changed before everything has been allocated: if memory runs out, the state is still
-    intact.
+    Otherwise the compiler writes the computation into each loop: two ``pow`` for every eight elements. These scalars
+    also wait for every gradient (the first ``gradients`` placeholders), so nothing is changed before everything has
+    been allocated: if memory runs out, the state is still intact.
     """
     graph = module.graph
     number_nodes: set[torch.fx.Node] = set()
@@ -69,7 +75,10 @@ def numbers_first(module: torch.fx.GraphModule, gradients: int) -> torch.fx.Grap
         value = node.meta.get("val")
         is_numbers = node.op == "placeholder" and value.dim() <= 1 and value.dtype is torch.float64  # the vector itself
         is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
-        if is_numbers or (is_scalar and (node.op == "placeholder" or (node.all_input_nodes and number_nodes.issuperset(node.all_input_nodes)))):
+        if is_numbers or (
+            is_scalar
+            and (node.op == "placeholder" or (node.all_input_nodes and number_nodes.issuperset(node.all_input_nodes)))
+        ):
             number_nodes.add(node)
     new_graph = torch.fx.Graph()
     new_nodes: dict[torch.fx.Node, torch.fx.Node] = {}

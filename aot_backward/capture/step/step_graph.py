@@ -1,8 +1,9 @@
 """The graphs of a whole training step: a module, its loss and its optimizer.
 
-``step``: loss, gradients and update in one graph. If gradients can be accumulated (over calls, or to be averaged over processes), ``accumulate``
-adds them to tensors of their own, and ``update`` passes those to the optimizer. Parameters, buffers, the optimizer's state and the numbers of its
-groups are constants that the runtime binds, and are changed in place.
+``step``: loss, gradients and update in one graph. If gradients can be accumulated (over calls, or to be averaged over
+processes), ``accumulate`` adds them to tensors of their own, and ``update`` passes those to the optimizer. Parameters,
+buffers, the optimizer's state and the numbers of its groups are constants that the runtime binds, and are changed in
+place.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ NUMBERS = "numbers"
 
 
 class ProgramWithLoss(nn.Module):
-    """``loss_fn(module(inputs…), target)``, with the last positional argument as target; without a ``loss_fn``, the module's own result."""
+    """``loss_fn(module(inputs…), target)``, with the last positional argument as target; without a ``loss_fn``, the
+    module's own result."""
 
     def __init__(self, module: nn.Module, loss_fn: Callable[..., Any] | None):
         super().__init__()
@@ -58,7 +60,9 @@ class ProgramWithLoss(nn.Module):
         if self.loss_fn is None:
             return self.module.forward
         if not args:
-            raise ExportError("with a loss_fn the last positional argument is its target: export_step(net, (x, y), loss_fn=…)")
+            raise ExportError(
+                "with a loss_fn the last positional argument is its target: export_step(net, (x, y), loss_fn=…)"
+            )
         module_parameters = list(inspect.signature(self.module.forward).parameters.values())
         if any(p.kind is p.VAR_POSITIONAL for p in module_parameters):
             return self.module.forward
@@ -66,10 +70,16 @@ class ProgramWithLoss(nn.Module):
         second_names = [p.name for p in inspect.signature(loss).parameters.values()][1:2]
         used_names = {p.name for p in module_parameters}
         target = next(n for n in [*second_names, "target", "loss_target"] if n not in used_names)
-        positional = [p.replace(default=p.empty) for p in module_parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [
+            p.replace(default=p.empty)
+            for p in module_parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         inputs, rest = positional[: len(args) - 1], module_parameters[len(args) - 1 :]
         if len(inputs) < len(args) - 1:
-            raise ExportError(f"the module takes {len(positional)} positional arguments; got {len(args) - 1} and the target")
+            raise ExportError(
+                f"the module takes {len(positional)} positional arguments; got {len(args) - 1} and the target"
+            )
         parameters = [*inputs, inspect.Parameter(target, inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         parameters += [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in rest]
 
@@ -81,7 +91,8 @@ class ProgramWithLoss(nn.Module):
 
 @dataclass(frozen=True)
 class StepState:
-    """State shared by the variants of a step. ``tensors``: state other than parameters and buffers, by its name in the entry."""
+    """State shared by the variants of a step. ``tensors``: state other than parameters and buffers, by its name in the
+    entry."""
 
     optimized: OptimizerSpec
     settings: Settings
@@ -100,7 +111,9 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
         slots.append(OptimizerStateSpec(slot.key, slot.parameters, name, slot.starts_as))
     if settings.ema is not None:
         if taken := {s.key for s in optimized.slots} & {AVERAGE, AVERAGED}:
-            raise ExportError(f"ema: {optimized.name} has state called {min(taken)!r}, and so would the averages. Rename it in the optimizer")
+            raise ExportError(
+                f"ema: {optimized.name} has state called {min(taken)!r}, and so would the averages. Rename it in the optimizer"
+            )
         for parameter in optimized.trained:
             slots.append(OptimizerStateSpec(AVERAGE, (parameter,), f"{AVERAGE}.{parameter}"))
             tensors[slots[-1].state] = parameters[parameter].detach().clone()
@@ -111,7 +124,9 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
         for parameter in optimized.trained:
             gradients[parameter] = f"gradient.{parameter}"
             tensors[gradients[parameter]] = torch.zeros_like(parameters[parameter], requires_grad=False)
-    if settings.loss_scale is not None and (low := [n for n in optimized.trained if parameters[n].dtype in hyperparameters.LOW]):
+    if settings.loss_scale is not None and (
+        low := [n for n in optimized.trained if parameters[n].dtype in hyperparameters.LOW]
+    ):
         raise ExportError(
             f"loss_scale: expected float32 parameters, got {low[0]} of {parameters[low[0]].dtype}: its gradient would vanish when it is unscaled. "
             "Keep parameters in float32, and compute in float16 under torch.autocast"
@@ -135,13 +150,15 @@ def step_state(optimized: OptimizerSpec, settings: Settings, program: ProgramWit
 
 
 def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Joint:
-    """Return a copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is scaled back, as in
-    ``torch.amp.GradScaler``."""
+    """Return a copy in which the loss's own gradient, the node ``loss_gradient``, is the scale, and every gradient is
+    scaled back, as in ``torch.amp.GradScaler``."""
     joint = _with_step_state(joint.copy(), state)
     graph = joint.graph
     grad_output = by_name(graph)[loss_gradient]
     numbers = _placeholder_of(graph, joint, state, NUMBERS)
-    index = hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
+    index = (
+        hyperparameters.FIRST_NUMBER + len(state.optimized.numbers) + list(state.settings.numbers).index("loss_scale")
+    )
     convert = torch.ops.prims.convert_element_type.default
     with graph.graph.inserting_after(grad_output), joint.fake_mode:
         number = graph.graph.call_function(aten.select.int, (numbers, 0, index))
@@ -154,11 +171,19 @@ def with_scaled_loss(joint: Joint, state: StepState, loss_gradient: str) -> Join
     output = output_of(graph.graph)
     with graph.graph.inserting_before(output), joint.fake_mode:
         inverse = call(graph.graph, convert, call(graph.graph, aten.reciprocal.default, number), torch.float32)
-        products = {node: call(graph.graph, aten.mul.Tensor, node, inverse) for node in dict.fromkeys(gradients.values()) if isinstance(node, Node)}
+        products = {
+            node: call(graph.graph, aten.mul.Tensor, node, inverse)
+            for node in dict.fromkeys(gradients.values())
+            if isinstance(node, Node)
+        }
     results = fx_graph.results_of(graph)
-    output.args = ((*results[: joint.forward_values], *(products.get(node, node) for node in results[joint.forward_values :])),)
+    output.args = (
+        (*results[: joint.forward_values], *(products.get(node, node) for node in results[joint.forward_values :])),
+    )
     graph.recompile()
-    return dataclasses.replace(joint, gradients={target: products.get(node, node) for target, node in gradients.items()})
+    return dataclasses.replace(
+        joint, gradients={target: products.get(node, node) for target, node in gradients.items()}
+    )
 
 
 def gets_gradient(joint: Joint) -> Callable[[str], bool]:
@@ -166,7 +191,8 @@ def gets_gradient(joint: Joint) -> Callable[[str], bool]:
 
 
 def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> tuple[Partitions, Update]:
-    """Return the graphs of one variant, and the traced optimizer. ``joint``: from :func:`..partition.with_scalar_loss`."""
+    """Return the graphs of one variant, and the traced optimizer. ``joint``: from
+    :func:`..partition.with_scalar_loss`."""
     joint = _with_step_state(joint, state)
     trained = state.optimized.trained
     gradients = {p: joint.gradients[("parameter", MODULE + p)] for p in trained}
@@ -185,7 +211,8 @@ def split_step(joint: Joint, name: str, weights: Weights, state: StepState) -> t
 
 
 def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, update: Update) -> tuple[Graph, Plan]:
-    """Return the optimizer on accumulated gradients, as a graph without inputs, and its plan. ``joint``: of any variant."""
+    """Return the optimizer on accumulated gradients, as a graph without inputs, and its plan. ``joint``: of any
+    variant."""
     joint = _with_step_state(joint, state)
     graph = GraphModule(nn.Module(), torch.fx.Graph())
     graph.graph.output(())
@@ -207,7 +234,9 @@ def update_alone(joint: Joint, name: str, weights: Weights, state: StepState, up
     return partitions.graphs[0], plan
 
 
-def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]) -> Plan:
+def _finish(
+    partitions: Partitions, joint: Joint, graph: GraphModule, name: str, weights: Weights, extra: list[Node]
+) -> Plan:
     fx_graph.truncate(graph, [*fx_graph.results_of(graph)[: joint.forward_values], *extra])
     binder = GraphBinder(joint, partition.joint_passes(graph, joint.device), name, weights)
     results = fx_graph.results_of(binder.graph)
@@ -217,7 +246,9 @@ def _finish(partitions: Partitions, joint: Joint, graph: GraphModule, name: str,
     return binder.plan(partitions.graphs, outputs=outputs)
 
 
-def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]) -> list[Node]:
+def _append_update(
+    graph: GraphModule, joint: Joint, state: StepState, update: Update, gradients: list[Node]
+) -> list[Node]:
     """Append the optimizer. Return the nodes of the gradients' norm and of their finiteness, if requested."""
     parameter_nodes = _parameters(joint, graph)
     parameters = [parameter_nodes[p] for p in state.optimized.trained]
@@ -225,7 +256,9 @@ def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: U
     numbers = _placeholder_of(graph, joint, state, NUMBERS)
     for node in update.graph.graph.find_nodes(op="get_attr"):
         setattr(graph, str(node.target), getattr(update.graph, str(node.target)))
-    node_map = dict(zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True))
+    node_map = dict(
+        zip(update.graph.graph.find_nodes(op="placeholder"), [*gradients, *parameters, *slots, numbers], strict=True)
+    )
     _delay_buffer_updates(graph, joint, gradients)
     with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:
         results = pytree.tree_leaves(graph.graph.graph_copy(update.graph.graph, dict(node_map)))
@@ -241,8 +274,13 @@ def _append_update(graph: GraphModule, joint: Joint, state: StepState, update: U
 
 
 def _delay_buffer_updates(graph: GraphModule, joint: Joint, gradients: Sequence[Node]) -> None:
-    """Let buffers that the forward updates wait for every gradient, too, so that a call that fails earlier has changed nothing."""
-    updates = [n for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0].op == "placeholder"]
+    """Let buffers that the forward updates wait for every gradient, too, so that a call that fails earlier has changed
+    nothing."""
+    updates = [
+        n
+        for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default)
+        if n.args[0].op == "placeholder"
+    ]
     if not updates:
         return
     with graph.graph.inserting_before(output_of(graph.graph)), joint.fake_mode:

@@ -1,4 +1,5 @@
-"""Attributes that a forward assigns. A package holds state only in parameters and buffers, and changes buffers in place."""
+"""Attributes that a forward assigns. A package holds state only in parameters and buffers, and changes buffers in
+place."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ from . import source_location
 
 @contextlib.contextmanager
 def recorded_writes(program: nn.Module) -> Iterator[dict[str, str]]:
-    """Yield a dict: name of an attribute that held a tensor and was assigned -> the user's line. Restore tensors at the end."""
+    """Yield a dict: name of an attribute that held a tensor and was assigned -> the user's line. Restore tensors at the
+    end."""
     names = {id(m): f"{n}." if n else "" for n, m in program.named_modules()}
-    saved = [(m.__dict__, {n: v for n, v in m.__dict__.items() if v is None or isinstance(v, torch.Tensor)}) for m in program.modules()]
+    saved = [
+        (m.__dict__, {n: v for n, v in m.__dict__.items() if v is None or isinstance(v, torch.Tensor)})
+        for m in program.modules()
+    ]
     writes: dict[str, str] = {}
     original = nn.Module.__setattr__
 
@@ -50,17 +55,22 @@ def name_of(program: nn.Module, tensor: torch.Tensor) -> str:
 
 
 def plain_tensors(program: nn.Module) -> dict[str, torch.Tensor]:
-    """Return tensors in attributes that are neither parameters nor buffers, also in lists and dicts: "the attribute 'body.stats[0]'"."""
+    """Return tensors in attributes that are neither parameters nor buffers, also in lists and dicts: "the attribute
+    'body.stats[0]'"."""
     tensors: dict[str, torch.Tensor] = {}
     for prefix, module in program.named_modules():
         for name, value in module.__dict__.items():
             if not name.startswith("_"):
-                tensors |= {f"the attribute '{path}'": t for path, t in tensors_in(value, f"{prefix}.{name}" if prefix else name).items()}
+                tensors |= {
+                    f"the attribute '{path}'": t
+                    for path, t in tensors_in(value, f"{prefix}.{name}" if prefix else name).items()
+                }
     return tensors
 
 
 def tensors_used(frames: Iterable[FrameType]) -> dict[str, torch.Tensor]:
-    """Return tensors in the globals and the closures of the user's functions that run in ``frames``: "the global 'mean'"."""
+    """Return tensors in the globals and the closures of the user's functions that run in ``frames``: "the global
+    'mean'"."""
     tensors: dict[str, torch.Tensor] = {}
     for frame in frames:
         if source_location.is_user_code(frame.f_code.co_filename):
@@ -72,7 +82,8 @@ def tensors_used(frames: Iterable[FrameType]) -> dict[str, torch.Tensor]:
 
 
 def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``value``: in lists, tuples and dicts down to ``depth``, and in attributes of the user's objects."""
+    """Return the tensors in ``value``: in lists, tuples and dicts down to ``depth``, and in attributes of the user's
+    objects."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     if isinstance(value, nn.Module | type | ModuleType) or depth == 0:
@@ -88,8 +99,8 @@ def tensors_in(value: Any, name: str, depth: int = 3) -> dict[str, torch.Tensor]
 
 
 def changed_by(run: Callable[[], object], program: nn.Module, error: BaseException) -> tuple[list[str], str]:
-    """Return the names of the plain tensors that ``run`` writes to in eager, and the first such line. Restore everything. Its trace raised
-    ``error``."""
+    """Return the names of the plain tensors that ``run`` writes to in eager, and the first such line. Restore
+    everything. Its trace raised ``error``."""
     buffers = {id(b) for b in program.buffers()}
     names: dict[int, str] = {}
     snapshots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -104,7 +115,9 @@ def changed_by(run: Callable[[], object], program: nn.Module, error: BaseExcepti
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if isinstance(operator, torch_api.OpOverload) and operator._schema.is_mutable:
                 add(tensors_used(frame for frame, _ in traceback.walk_stack(None)))
-                storages = {t.untyped_storage().data_ptr() for number, (t, _) in snapshots.items() if number not in buffers}
+                storages = {
+                    t.untyped_storage().data_ptr() for number, (t, _) in snapshots.items() if number not in buffers
+                }
                 if isinstance(args[0], torch.Tensor) and args[0].untyped_storage().data_ptr() in storages:
                     places.append(source_location.here(program))
             return operator(*args, **(kwargs or {}))
@@ -112,12 +125,21 @@ def changed_by(run: Callable[[], object], program: nn.Module, error: BaseExcepti
     add({f"buffer {n}": b for n, b in program.named_buffers()})
     add(plain_tensors(program) | tensors_used(frame for frame, _ in traceback.walk_tb(error.__traceback__)))
     with contextlib.ExitStack() as stack:
-        for context in (preserve.slots_kept(program), preserve.attributes_kept(program), preserve.random_state_kept(), torch.no_grad()):
+        for context in (
+            preserve.slots_kept(program),
+            preserve.attributes_kept(program),
+            preserve.random_state_kept(),
+            torch.no_grad(),
+        ):
             stack.enter_context(context)
         stack.enter_context(contextlib.suppress(Exception))
         stack.enter_context(Watching())
         run()
-    changed_ids = [number for number, (t, value) in snapshots.items() if not torch.allclose(t, value, rtol=0, atol=0, equal_nan=True)]
+    changed_ids = [
+        number
+        for number, (t, value) in snapshots.items()
+        if not torch.allclose(t, value, rtol=0, atol=0, equal_nan=True)
+    ]
     with torch.no_grad():
         for number in changed_ids:
             tensor, value = snapshots[number]

@@ -1,8 +1,9 @@
-"""Hooks under a trace. The result of a hook is traced; a hook that a package would drop is refused with its name and line.
+"""Hooks under a trace. The result of a hook is traced; a hook that a package would drop is refused with its name and
+line.
 
-A trace runs a program's own autograd, so the graph contains the results of hooks on modules, tensors and nodes. Two things are missing. Hooks on
-parameters run when the gradient arrives (``parameter_hooks.py`` inserts them). Side effects of backward hooks that return no gradient (logging,
-storing) would happen once, while tracing, and never again.
+A trace runs a program's own autograd, so the graph contains the results of hooks on modules, tensors and nodes. Two
+things are missing. Hooks on parameters run when the gradient arrives (``parameter_hooks.py`` inserts them). Side
+effects of backward hooks that return no gradient (logging, storing) would happen once, while tracing, and never again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from . import source_location
 
 @contextlib.contextmanager
 def refused_or_traced(program: nn.Module) -> Iterator[None]:
-    """Raise :class:`ExportError` for a hook that would be dropped: at once, or when it runs and returns nothing. ``backward()`` raises it, too."""
+    """Raise :class:`ExportError` for a hook that would be dropped: at once, or when it runs and returns nothing.
+    ``backward()`` raises it, too."""
     _refuse_global()
     slots = [(n, hooks) for n, m in program.named_modules() for hooks in (m._backward_hooks, m._backward_pre_hooks)]
     saved_hooks = [dict(hooks) for _, hooks in slots]
@@ -66,16 +68,25 @@ def refused_or_traced(program: nn.Module) -> Iterator[None]:
         enter(self)
 
     def no_backward(*args: Any, **kwargs: Any) -> None:
-        raise ExportError(f"backward() is called {source_location.here()}: a compiled forward does not fill .grad. Use torch.autograd.grad instead")
+        raise ExportError(
+            f"backward() is called {source_location.here()}: a compiled forward does not fill .grad. Use torch.autograd.grad instead"
+        )
 
     with (
-        patched(torch.Tensor, register_hook=here_alone(register_hook, register), retain_grad=here_alone(retain_grad, retain)),
+        patched(
+            torch.Tensor, register_hook=here_alone(register_hook, register), retain_grad=here_alone(retain_grad, retain)
+        ),
         patched(saved_tensors_hooks, __enter__=here_alone(enter_saved, enter)),
         patched(torch.autograd, backward=here_alone(no_backward, backward)),
     ):
         try:
             for name, hooks in slots:
-                hooks.update({k: must_return(h, f"on the module {name!r}" if name else "on the module itself") for k, h in hooks.items()})
+                hooks.update(
+                    {
+                        k: must_return(h, f"on the module {name!r}" if name else "on the module itself")
+                        for k, h in hooks.items()
+                    }
+                )
             yield
         finally:
             for (_, hooks), old in zip(slots, saved_hooks, strict=True):
@@ -99,8 +110,9 @@ def must_return(hook: Callable[..., Any], where: str, instead: str = "export wit
 def of_parameters(program: nn.Module, kind: str) -> dict[str, tuple[Callable[..., Any], ...]]:
     """Return the gradient hooks of parameters that require grad, by the parameter's first name. ``kind``: of the entry.
 
-    Raise :class:`ExportError` for hooks that could not run as in eager: after accumulation, on the AccumulateGrad node, or, in a module, all hooks.
-    Eager runs a parameter's hooks once per backward, on the sum of all its uses; one call of a module is only one use.
+    Raise :class:`ExportError` for hooks that could not run as in eager: after accumulation, on the AccumulateGrad node,
+    or, in a module, all hooks. Eager runs a parameter's hooks once per backward, on the sum of all its uses; one call
+    of a module is only one use.
     """
     out = {}
     for name, parameter in program.named_parameters():
@@ -141,7 +153,8 @@ _LOADED = {
 
 
 def on_accumulation(parameter: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the hooks on the AccumulateGrad node of ``parameter``. A node does not list them, but the handle of a new hook knows the others."""
+    """Return the hooks on the AccumulateGrad node of ``parameter``. A node does not list them, but the handle of a new
+    hook knows the others."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     node_hooks = []
     for register in (node.register_prehook, node.register_hook):

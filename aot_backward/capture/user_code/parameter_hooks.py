@@ -1,7 +1,7 @@
 """Put hooks on parameters into the graph, once, after the sum of the gradients from all of the parameter's uses.
 
-Eager runs them there, too, in ``.backward()`` and in ``torch.autograd.grad``. The result of a hook is traced. Its reads of the program's own
-parameters and buffers stay bound to them; other tensors that it closes over become constants.
+Eager runs them there, too, in ``.backward()`` and in ``torch.autograd.grad``. The result of a hook is traced. Its reads
+of the program's own parameters and buffers stay bound to them; other tensors that it closes over become constants.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 
 def with_hooks(joint: Joint, weights: Mapping[str, tuple[str, torch.Tensor]]) -> Joint:
-    """Insert ``joint.hooks`` after the gradients of their parameters, which must have been summed over ties, in the FX graph of ``joint``, a copy.
-    ``weights``: state name -> (key, tensor). :class:`ExportError` names a hook that cannot be traced."""
+    """Insert ``joint.hooks`` after the gradients of their parameters, which must have been summed over ties, in the FX
+    graph of ``joint``, a copy. ``weights``: state name -> (key, tensor). :class:`ExportError` names a hook that cannot
+    be traced."""
     gradients = dict(joint.gradients)
     hooks = {weights[name][0]: (name, functions) for name, functions in joint.hooks.items()}
     output = fx_graph.output_of(joint.graph.graph)
@@ -60,7 +61,11 @@ def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_
         with _refuse_writes(hook, name):
             result = hook(gradient.clone())  # the hook may change it in place
         if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (gradient.shape, gradient.dtype):
-            kind = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
+            kind = (
+                f"{result.dtype} {tuple(result.shape)}"
+                if isinstance(result, torch.Tensor)
+                else f"a {type(result).__name__}"
+            )
             raise ExportError(
                 f"the gradient hook {source_location.of(hook)} on the parameter {name!r} returns {kind}; expected {gradient.dtype} "
                 f"{tuple(gradient.shape)}"
@@ -69,12 +74,18 @@ def _traced_hook(hook: Callable[..., Any], name: str, value: torch.Tensor, fake_
 
     try:
         with fake_mode, tracing(), torch.no_grad():
-            traced = make_fx(torch.func.functionalize(called, remove="mutations"), decomposition_table=decompositions())(value)
+            traced = make_fx(
+                torch.func.functionalize(called, remove="mutations"), decomposition_table=decompositions()
+            )(value)
     except ExportError:
         raise
     except Exception as error:  # the user's own hook may raise anything
         cause = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        remedy = "it reads a tensor's value in Python: use torch.where, or " if "data-dependent" in cause or "_local_scalar_dense" in cause else ""
+        remedy = (
+            "it reads a tensor's value in Python: use torch.where, or "
+            if "data-dependent" in cause or "_local_scalar_dense" in cause
+            else ""
+        )
         raise ExportError(
             f"the gradient hook {source_location.of(hook)} on the parameter {name!r} could not be traced: {type(error).__name__}: {cause}; "
             f"{remedy}export without it, and register it on the loaded parameter"
@@ -101,7 +112,8 @@ def _refuse_writes(hook: Callable[..., Any], name: str) -> Any:
 
 
 def _current(value: torch.Tensor, joint: Joint) -> Node:
-    """Return the node of ``value``: a parameter or buffer of the program after the forward's updates, or else a constant."""
+    """Return the node of ``value``: a parameter or buffer of the program after the forward's updates, or else a
+    constant."""
     graph = joint.graph
     name = next((n for n, t in joint.state.items() if t is value), None)
     if name is None:
@@ -111,5 +123,7 @@ def _current(value: torch.Tensor, joint: Joint) -> Node:
         constant.meta["val"] = joint.fake_mode.from_tensor(value.detach(), static_shapes=True)
         return constant
     node = next(n for n in graph.graph.find_nodes(op="placeholder") if joint.placeholders[n.name][1] == name)
-    updates = [n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node]
+    updates = [
+        n.args[1] for n in graph.graph.find_nodes(op="call_function", target=aten.copy_.default) if n.args[0] is node
+    ]
     return updates[-1] if updates else node

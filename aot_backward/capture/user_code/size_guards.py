@@ -1,4 +1,5 @@
-"""The origin of each guard on a size: the user's line, the operator, and whether a transform of ``torch.func`` asked."""
+"""The origin of each guard on a size: the user's line, the operator, and whether a transform of ``torch.func``
+asked."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _TRANSFORMS = tuple(f"/torch/_functorch/{name}.py" for name in ("eager_transform
 
 @dataclass(frozen=True)
 class GuardOrigin:
-    """The origin of a guard. ``where``: from :mod:`source_location`, or "". ``operator``: its name, or "". ``transformed``: within vmap, jvp or
-    grad. ``number``: of the autograd node that asked, -1 if the forward did."""
+    """The origin of a guard. ``where``: from :mod:`source_location`, or "". ``operator``: its name, or "".
+    ``transformed``: within vmap, jvp or grad. ``number``: of the autograd node that asked, -1 if the forward did."""
 
     where: str = ""
     operator: str = ""
@@ -40,8 +41,8 @@ Places = Mapping[Any, GuardOrigin]
 
 @contextlib.contextmanager
 def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
-    """Record the origin of each new guard; an expression that holds for all sizes adds no guard. ``outermost``: the code that runs ``program``; its
-    callers are ignored."""
+    """Record the origin of each new guard; an expression that holds for all sizes adds no guard. ``outermost``: the
+    code that runs ``program``; its callers are ignored."""
     environment = torch_api.ShapeEnv
     original = environment.evaluate_expr
     places: dict[Any, GuardOrigin] = {}
@@ -60,7 +61,8 @@ def recorded(program: nn.Module, outermost: CodeType) -> Iterator[Places]:
 
 
 def _always_holds(expression: Any) -> bool:
-    """Return whether it says that a maximum is at least one of its arguments, or a minimum at most one; sympy does not simplify this."""
+    """Return whether it says that a maximum is at least one of its arguments, or a minimum at most one; sympy does not
+    simplify this."""
     kind = type(expression).__name__
     if kind not in ("GreaterThan", "LessThan"):
         return False
@@ -98,15 +100,21 @@ def _operator(frames: list[tuple[FrameType, int]]) -> str:
     """Return the innermost running operator that does not itself ask for sizes."""
     for frame, _ in frames:
         operator = frame.f_locals.get("func")
-        if isinstance(operator, torch_api.OpOverload) and not str(operator).startswith(("aten.size", "aten.sym_", "aten.stride")):
+        if isinstance(operator, torch_api.OpOverload) and not str(operator).startswith(
+            ("aten.size", "aten.sym_", "aten.stride")
+        ):
             return str(operator)
     return ""
 
 
 def located(places: Places, graph: GraphModule) -> Places:
-    """Return ``places`` with lines for the guards of the backward: the lines of the forward's operators. ``graph``: the traced graph, with its
-    lines."""
-    lines = {node.meta.get("seq_nr"): node.meta[LINE] for node in graph.graph.nodes if LINE in node.meta and not node.meta.get("autograd_backward")}
+    """Return ``places`` with lines for the guards of the backward: the lines of the forward's operators. ``graph``: the
+    traced graph, with its lines."""
+    lines = {
+        node.meta.get("seq_nr"): node.meta[LINE]
+        for node in graph.graph.nodes
+        if LINE in node.meta and not node.meta.get("autograd_backward")
+    }
     out = {}
     for guard, origin in places.items():
         line = lines.get(origin.number) if not origin.where else None

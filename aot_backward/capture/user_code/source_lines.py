@@ -1,4 +1,5 @@
-"""The line of the user's code for each node of a traced graph. A backward node has the line of the forward operator that it differentiates."""
+"""The line of the user's code for each node of a traced graph. A backward node has the line of the forward operator
+that it differentiates."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ENGINE = ("/torch/autograd/__init__.py", "/torch/autograd/graph.py")
 
 @contextlib.contextmanager
 def recorded_lines(program: nn.Module, outermost: CodeType) -> Iterator[None]:
-    """Record the user's line of each node that a trace makes. ``outermost``: the code that runs ``program``; its callers are ignored."""
+    """Record the user's line of each node that a trace makes. ``outermost``: the code that runs ``program``; its
+    callers are ignored."""
     tracer = torch_api.PythonKeyTracer
     names = {id(module): name for name, module in program.named_modules()}
     original = tracer.create_node
@@ -72,4 +74,10 @@ def _line_of(found: FrameType | None, owner: str) -> Line | None:
     if found is None:
         return Line("", 0, "", "", owner) if owner else None
     file, number = found.f_code.co_filename, found.f_lineno
-    return Line("/".join(Path(file).parts[-2:]), number, found.f_code.co_name, linecache.getline(file, number).strip()[:200], owner)
+    return Line(
+        "/".join(Path(file).parts[-2:]),
+        number,
+        found.f_code.co_name,
+        linecache.getline(file, number).strip()[:200],
+        owner,
+    )

@@ -1,4 +1,5 @@
-"""Places in the user's code, in the form of error messages: ``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
+"""Places in the user's code, in the form of error messages: ``in forward of 'body.0' (model.py:12: if h.sum() >
+0:)``."""
 
 from __future__ import annotations
 
@@ -24,9 +25,13 @@ from aot_backward_runtime.errors import AotBackwardError, ExportError
 
 from .. import preserve
 
-_INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))  # below the standard library's folder
+# Below the standard library's folder
+_INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))
 _STANDARD = sysconfig.get_path("stdlib") + "/"
-_OURS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, aot_backward_runtime.__file__, torch_api.__file__, Path(__file__).parents[1]))
+_OURS = tuple(
+    f"{Path(file).parent}/"
+    for file in (torch.__file__, aot_backward_runtime.__file__, torch_api.__file__, Path(__file__).parents[1])
+)
 
 
 def of(function: Callable[..., Any]) -> str:
@@ -50,12 +55,18 @@ def of_error(error: BaseException, program: nn.Module) -> str:
         return where
     names = {id(module): name for name, module in program.named_modules()}
     owners = [o for frame, _ in traceback.walk_tb(error.__traceback__) if id(o := frame.f_locals.get("self")) in names]
-    return f"in forward of {names[id(owners[-1])]!r} ({type(owners[-1]).__name__})" if owners and names[id(owners[-1])] else ""
+    return (
+        f"in forward of {names[id(owners[-1])]!r} ({type(owners[-1]).__name__})"
+        if owners and names[id(owners[-1])]
+        else ""
+    )
 
 
 def packages_of(error: BaseException) -> set[str]:
     """Return the names of the packages in the traceback of ``error``."""
-    return {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return {
+        str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
+    }
 
 
 def passes_through(error: BaseException, package: ModuleType) -> bool:
@@ -65,7 +76,8 @@ def passes_through(error: BaseException, package: ModuleType) -> bool:
 
 
 def of_operator(name: str, program: nn.Module, args: Any, kwargs: Any) -> str:
-    """Run the program in eager and return the user's line that calls the operator ("aten.index.Tensor"), or "" if it is not user code."""
+    """Run the program in eager and return the user's line that calls the operator ("aten.index.Tensor"), or "" if it is
+    not user code."""
     lines: list[str] = []
 
     class Watching(torch_api.TorchDispatchMode):

@@ -47,7 +47,10 @@ def describe(archive: Archive) -> dict[str, Any]:
             "glibcxx": spec.glibcxx,
             "operators": list(spec.operators),
             "sha256": members[spec.member].sha256,
-            "builds": [{"target": t.label, "bytes": members[b.member].size} for t, b in zip(targets, spec.every_build, strict=True)],
+            "builds": [
+                {"target": t.label, "bytes": members[b.member].size}
+                for t, b in zip(targets, spec.every_build, strict=True)
+            ],
             "graph_bytes": members[spec.graph].size if spec.graph else None,
         }
         for name, spec in manifest.libraries.items()
@@ -87,7 +90,10 @@ def describe(archive: Archive) -> dict[str, Any]:
         "weights": {
             "stored": manifest.has_weights,
             "bytes": _weight_bytes(archive),
-            "tensors": {name: {"dtype": w.dtype, "shape": list(w.shape), "sha256": w.sha256} for name, w in manifest.weights.items()},
+            "tensors": {
+                name: {"dtype": w.dtype, "shape": list(w.shape), "sha256": w.sha256}
+                for name, w in manifest.weights.items()
+            },
         },
         "members": {name: dataclasses.asdict(member) for name, member in members.items()},
         "manifest_sha256": archive.manifest_digest,
@@ -102,7 +108,11 @@ def _update(update: UpdateSpec) -> dict[str, Any]:
     return {
         "optimizer": update.optimizer,
         "groups": [
-            {"parameters": len(g.parameters), "options": options_of(g), "numbers": [_number(v) for v in update.numbers if v.group == n]}
+            {
+                "parameters": len(g.parameters),
+                "options": options_of(g),
+                "numbers": [_number(v) for v in update.numbers if v.group == n],
+            }
             for n, g in enumerate(update.groups)
         ],
         "trained": len(update.trained),
@@ -175,7 +185,10 @@ def _variant(variant: VariantSpec, entry: EntrySpec) -> dict[str, Any]:
         "mode": variant.mode,
         "arguments": pytree.signature(variant.in_tree, variant.argument_names),
         "returns": pytree.describe(variant.out_tree),
-        "inputs": [_tensor(s, contract) | {"onnx": n} for s, n in zip(variant.inputs, argument_names(entry, variant), strict=True)],
+        "inputs": [
+            _tensor(s, contract) | {"onnx": n}
+            for s, n in zip(variant.inputs, argument_names(entry, variant), strict=True)
+        ],
         "outputs": [_tensor(s, contract) for s in variant.outputs],
         "sizes": {contract.words(s.name): {"minimum": s.minimum, "maximum": s.maximum} for s in variant.symbols},
         "guards": [contract.words(g) for g in variant.guards],
@@ -226,7 +239,11 @@ def _pass(spec: PassSpec) -> dict[str, Any]:
 
 
 def _place(symbol: SymbolSpec, spec: PassSpec) -> str:
-    return f"size {symbol.dim} of the pass" if symbol.input < 0 else f"{spec.inputs[symbol.input].name}.shape[{symbol.dim}]"
+    return (
+        f"size {symbol.dim} of the pass"
+        if symbol.input < 0
+        else f"{spec.inputs[symbol.input].name}.shape[{symbol.dim}]"
+    )
 
 
 def _steps(segments: tuple[Segment, ...]) -> list[str]:
@@ -245,7 +262,13 @@ def _steps(segments: tuple[Segment, ...]) -> list[str]:
 
 def _tensor(spec: TensorSpec, contract: Any) -> dict[str, Any]:
     shape = [s if isinstance(s, int) else contract.words(s) for s in spec.shape]
-    return {"name": spec.name, "dtype": spec.dtype, "device": spec.device, "shape": shape, "requires_grad": spec.requires_grad}
+    return {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "shape": shape,
+        "requires_grad": spec.requires_grad,
+    }
 
 
 def _weight_bytes(archive: Archive) -> int:

@@ -21,8 +21,14 @@ def print_description(d: dict[str, Any]) -> None:
     say(f"{d['path']}: {size(d['bytes'])}, format {version}, {d['producer']}, {d['created'] or 'no date'}")
     say(f"built for {arch} with torch {d['torch']}; manifest SHA-256 {d['manifest_sha256']}")
     if not d["manifest_has_digest"]:
-        say(f"format {version} has no digest of its manifest within the package, only a CRC; formats since 1.15 have one")
-    say(f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it" if d["signature"] else "signature: none next to the package")
+        say(
+            f"format {version} has no digest of its manifest within the package, only a CRC; formats since 1.15 have one"
+        )
+    say(
+        f"signature: {d['signature']}, not checked; verify --key PUBLIC.pem checks it"
+        if d["signature"]
+        else "signature: none next to the package"
+    )
     stored = size(weights["bytes"]) if weights["stored"] else "not in the package: load(path, weights={…})"
     say(f"weights: {len(weights['tensors'])} tensors, {stored}")
     if d["metadata"]:
@@ -30,7 +36,9 @@ def print_description(d: dict[str, Any]) -> None:
     for topic, note in d["notes"].items():
         say(f"{topic}: {note}")
     for operator, by in d["operators"].items():
-        say(f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}")
+        say(
+            f"calls {operator}, registered by {by['module'] or by['file'] or 'an unknown library'}{_to_import(by['module'])}"
+        )
     names = [t["name"] or t["device"] for t in targets]
     for name, entry in d["entries"].items():
         if entry["kind"] == "replay":
@@ -58,7 +66,10 @@ def print_description(d: dict[str, Any]) -> None:
     table(
         "native libraries",
         ("graph", "size", "nodes", "GLIBC", "GLIBCXX", "needs", "SHA-256"),
-        [(n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16]) for n, x in d["libraries"].items()],
+        [
+            (n, size(x["bytes"]), x["nodes"], x["glibc"], x["glibcxx"], " ".join(x["needed"]), x["sha256"][:16])
+            for n, x in d["libraries"].items()
+        ],
     )
 
 
@@ -75,7 +86,9 @@ def _show_variant(number: int, v: dict[str, Any], targets: list[str]) -> None:
         for t in v[kind]:
             gradient = ", gets a gradient" if kind == "inputs" and t["requires_grad"] else ""
             onnx = f"; {t['onnx']} in ONNX graphs" if t.get("onnx", t["name"]) != t["name"] else ""
-            say(f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}{onnx}")
+            say(
+                f"    {kind[:-1]} {t['name']}: {t['dtype']} ({', '.join(map(str, t['shape']))}) on {t['device']}{gradient}{onnx}"
+            )
     for label, bounds in v["sizes"].items():
         top = "" if bounds["maximum"] is None else f" to {bounds['maximum']}"
         say(f"    {label}: from {bounds['minimum']}{top}")
@@ -123,7 +136,9 @@ def _show_update(u: dict[str, Any], targets: list[str]) -> None:
 
 
 def _show_clipping(c: dict[str, Any], targets: list[str]) -> None:
-    say(f"  {c['function']}{f' of norm_type {kind}' if (kind := c['norm_type']) else ''} on {count(c['gradients'], 'gradient')}")
+    say(
+        f"  {c['function']}{f' of norm_type {kind}' if (kind := c['norm_type']) else ''} on {count(c['gradients'], 'gradient')}"
+    )
     _show_compared(c, targets)
 
 
@@ -141,7 +156,9 @@ def _show_group(number: int, parameters: int, group: dict[str, Any], indent: str
     names = {n["name"].partition("[")[0] for n in group["numbers"]}
     numbers = ", ".join(f"{n['name']} {n['value']:g}{_limits(n['allowed'])}" for n in group["numbers"])
     fixed = ", ".join(f"{k} {v}" for k, v in group["options"].items() if k not in names)
-    say(f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may change'}")
+    say(
+        f"{indent}group {number} of {count(parameters, 'parameter')}: {numbers or 'no number that a schedule may change'}"
+    )
     if fixed:
         say(f"{indent}  fixed: {fixed}")
 
@@ -150,7 +167,13 @@ def _limits(allowed: list[dict[str, Any]]) -> str:
     """The values that a number may be set to: `` (not 0)``; nothing where all are allowed."""
     if len(allowed) == 2:
         below, above = allowed
-        if below["low"] is None and above["high"] is None and below["high"] == above["low"] and below["high_open"] and above["low_open"]:
+        if (
+            below["low"] is None
+            and above["high"] is None
+            and below["high"] == above["low"]
+            and below["high_open"]
+            and above["low_open"]
+        ):
             return f" (not {below['high']:g})"
     words = " or ".join(filter(None, map(_interval, allowed)))
     return f" ({words})" if words else ""
@@ -168,7 +191,9 @@ def _interval(interval: dict[str, Any]) -> str:
 def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
     counts = Counter(n.rpartition("::")[2] for n in s["nodes"])
     seconds = f", {s['seconds_uncompiled'] * 1e6:.0f} µs uncompiled" if s["seconds_uncompiled"] else ""
-    say(f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}")
+    say(
+        f"  structure {s['fingerprint'][:12]}: {count(len(s['nodes']), 'node')}, {count(s['operations'], 'operation')}{seconds}"
+    )
     say(f"    {', '.join(n if k == 1 else f'{n} x{k}' for n, k in counts.items())}")
     for i, v in enumerate(s["variants"]):
         scalars = f", {count(len(v['scalars']), 'scalar')}" if v["scalars"] else ""
@@ -182,7 +207,9 @@ def _show_structure(s: dict[str, Any], targets: list[str]) -> None:
         _show_conditions(v["guards_in_words"], v["ambient"], "      ")
         say(f"      runs {', then '.join(v['steps']) or 'nothing'}")
         for target, verdict in zip(targets, (v["verdict"], *v["further_verdicts"]), strict=True):
-            say(f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}")
+            say(
+                f"      compared with the recorded numbers{f', {target}' if len(targets) > 1 else ''}: {_verdict(verdict)}"
+            )
         if v["speed"]:
             say("      timed when it was recorded:")
         for words in pass_speed_in_words(read_as(Speed, v["speed"])) if v["speed"] else ():

@@ -1,4 +1,5 @@
-"""How the command line fails: one line on standard error that names the next step, and an exit code that scripts can tell apart."""
+"""How the command line fails: one line on standard error that names the next step, and an exit code that scripts can
+tell apart."""
 
 from __future__ import annotations
 
@@ -31,7 +32,14 @@ def debug_option(command: Callable[..., Any]) -> Callable[..., Any]:
         if value:
             context.find_root().meta[_DEBUG] = True
 
-    return click.option("--debug", is_flag=True, expose_value=False, callback=note, is_eager=True, help="On an error, show the traceback.")(command)
+    return click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        callback=note,
+        is_eager=True,
+        help="On an error, show the traceback.",
+    )(command)
 
 
 class Commands(click.Group):
@@ -71,7 +79,8 @@ class Commands(click.Group):
 
 
 def _failure(error: Exception, debug: bool) -> int:
-    from aot_backward_runtime.errors import AotBackwardError, IncompatibleError  # imports torch, which the failed command had imported already
+    # Imports torch, which the failed command had imported already
+    from aot_backward_runtime.errors import AotBackwardError, IncompatibleError
 
     lines = str(error).strip().splitlines() or [type(error).__name__]
     more = "" if debug or len(lines) == 1 else " (--debug shows the rest)"

@@ -19,12 +19,15 @@ def import_option(command: Callable[..., Any]) -> Callable[..., Any]:
             return
         from aot_backward_runtime.operators import import_modules
 
-        if (folder := str(Path.cwd())) not in sys.path:  # the console script's own path begins with the folder of the script
+        # The console script's own path begins with the folder of the script
+        if (folder := str(Path.cwd())) not in sys.path:
             sys.path.append(folder)
         import_modules(names)
 
     text = "Import this module first, such as one that registers operators which the package calls. May be given several times."
-    return click.option("--import", "imports", multiple=True, metavar="MODULE", expose_value=False, callback=imported, help=text)(command)
+    return click.option(
+        "--import", "imports", multiple=True, metavar="MODULE", expose_value=False, callback=imported, help=text
+    )(command)
 
 
 def signature_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +42,9 @@ def signature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, signature=signature, key=key, **kwargs)
 
     policies = click.Choice(["require", "if-present", "off"])
-    when = click.option("--signature", type=policies, help="When the package must be signed; by default always with --key, else never.")
+    when = click.option(
+        "--signature", type=policies, help="When the package must be signed; by default always with --key, else never."
+    )
     return key_option("The public key that the package must be signed by.")(when(checked))
 
 

@@ -19,13 +19,20 @@ def shown() -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     bars = Bars(*columns, console=Console(stderr=True), transient=True)
     running: dict[str, TaskID] = {}
     with contextlib.ExitStack() as stack:
 
         def say(stage: str, done: int, total: int) -> None:
-            if not bars.live.is_started:  # while bars are drawn they catch what is printed, and a script that is recorded prints before the first
+            # While bars are drawn they catch what is printed, and a script that is recorded prints before the first
+            if not bars.live.is_started:
                 stack.enter_context(bars)
             if stage not in running:
                 running[stage] = bars.add_task(stage, total=total)

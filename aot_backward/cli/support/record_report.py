@@ -42,7 +42,9 @@ def serves_anything(session: Recording) -> bool:
 
 def lines(session: Recording, output: Path) -> Iterator[str]:
     added, report = session.added, session.report
-    passes = [f"{count(session.recorded, 'backward pass', 'backward passes')} of {count(len(session.structures), 'structure')} recorded"]
+    passes = [
+        f"{count(session.recorded, 'backward pass', 'backward passes')} of {count(len(session.structures), 'structure')} recorded"
+    ]
     passes += [f"{session.in_eager} timed in eager"] if session.in_eager else []
     passes += [f"{report.compiled} run from {output}"] if report.compiled else []
     passes += [f"{sum(report.eager.values())} left to eager"] if report.eager else []
@@ -55,7 +57,9 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
         verb, pronoun = ("is", "it") if added.seldom == 1 else ("are", "them")
         yield f"{count(added.seldom, 'structure')} seen {frequency} {verb} left out (--min-seen 1 compiles {pronoun})"
     if added.unfinished:
-        why = "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
+        why = (
+            "interrupted" if added.stopped == "interrupt" else f"the time limit of {session.time_limit:g} s was reached"
+        )
         yield f"{count(added.unfinished, 'structure')} left out: {why}"
     yield from (f"  left out, not faster than eager: {words}" for words in added.slower[:_REASONS_SHOWN])
     if len(added.slower) > _REASONS_SHOWN:

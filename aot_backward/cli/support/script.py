@@ -1,4 +1,5 @@
-"""Run a user's script in this process and inside a context, as ``python train.py ARGS…`` or ``python -m package.module ARGS…`` would."""
+"""Run a user's script in this process and inside a context, as ``python train.py ARGS…`` or ``python -m package.module
+ARGS…`` would."""
 
 from __future__ import annotations
 
@@ -24,20 +25,27 @@ _STARTS = _OURS  # packages of the frames before the script's first
 
 @dataclass(frozen=True)
 class Script:
-    """A script and its arguments. ``name``: a file of Python code or, with ``as_module``, the module's name after ``-m``."""
+    """A script and its arguments. ``name``: a file of Python code or, with ``as_module``, the module's name after
+    ``-m``."""
 
     name: str
     arguments: tuple[str, ...]
     as_module: bool = False
 
     def run(self) -> None:
-        """Run the script as ``__main__``. ``runpy`` would remove this module at the end, but the recorded passes are compiled after that and look up
-        the script's definitions in it."""
+        """Run the script as ``__main__``. ``runpy`` would remove this module at the end, but the recorded passes are
+        compiled after that and look up the script's definitions in it."""
         main = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __cached__=None)
         if self.as_module:
             spec, code = _find_module(self.name)
-            main.__dict__.update(__spec__=spec, __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent)
+            main.__dict__.update(
+                __spec__=spec,
+                __file__=spec.origin,
+                __cached__=spec.cached,
+                __loader__=spec.loader,
+                __package__=spec.parent,
+            )
             sys.argv[0] = spec.origin or sys.argv[0]
         else:
             path = str(Path(self.name).absolute())
@@ -53,17 +61,22 @@ class Script:
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return the module that ``python -m`` runs: ``name`` itself, or the ``__main__`` of a package. Raise :class:`ImportError` in Python's words."""
+    """Return the module that ``python -m`` runs: ``name`` itself, or the ``__main__`` of a package. Raise
+    :class:`ImportError` in Python's words."""
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             package, spec = name, find_spec(f"{name}.__main__")
             if spec is None:
-                raise ImportError(f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed")
+                raise ImportError(
+                    f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed"
+                )
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # from an import within the package
-        raise ImportError(f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})") from None
+        raise ImportError(
+            f"Error while finding module specification for {name!r} (ModuleNotFoundError: {error})"
+        ) from None
     if spec is None:
         raise ImportError(f"No module named {name}")
     get_code: Any = getattr(spec.loader, "get_code", None)  # the loader of a zip file has it too
@@ -80,7 +93,11 @@ def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="After N structures that the package does not hold, run further ones in eager.  [default: 128]",
     )  # fmt: skip
     words = "TRAIN.py | -m MODULE [ARGS]…"
-    return option(click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(command))
+    return option(
+        click.argument("script", nargs=-1, required=True, type=click.UNPROCESSED, callback=_parsed, metavar=words)(
+            command
+        )
+    )
 
 
 def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Script:
@@ -97,12 +114,15 @@ def _parsed(context: click.Context, parameter: click.Parameter, words: Sequence[
     return Script(first, tuple(rest))
 
 
-def run_script(script: Script, context: AbstractContextManager[Any], on_interrupt: Callable[[], None] = lambda: None) -> int:
+def run_script(
+    script: Script, context: AbstractContextManager[Any], on_interrupt: Callable[[], None] = lambda: None
+) -> int:
     """Run ``script`` as ``__main__`` inside ``context``. Return its exit code.
 
-    An exception of the script is printed as Python prints it, without frames of aot-backward, and ends the command with Python's exit status. An
-    interrupt of the script passes through ``context`` too: ``on_interrupt`` is called first, and :class:`ScriptInterrupted` is raised after
-    ``context`` has closed. Exceptions of ``context`` are raised unchanged, also a strict replay's :class:`MissError`.
+    An exception of the script is printed as Python prints it, without frames of aot-backward, and ends the command with
+    Python's exit status. An interrupt of the script passes through ``context`` too: ``on_interrupt`` is called first,
+    and :class:`ScriptInterrupted` is raised after ``context`` has closed. Exceptions of ``context`` are raised
+    unchanged, also a strict replay's :class:`MissError`.
     """
     from aot_backward_runtime.errors import MissError
 
@@ -118,7 +138,8 @@ def run_script(script: Script, context: AbstractContextManager[Any], on_interrup
                 raise
             except BaseException as error:
                 _drop_own_frames(error, set())
-                if isinstance(error, ImportError) and error.__traceback__ is None:  # from _find_module(): the module cannot be run
+                # From _find_module(): the module cannot be run
+                if isinstance(error, ImportError) and error.__traceback__ is None:
                     raise click.ClickException(str(error)) from None
                 sys.excepthook(type(error), error, error.__traceback__)
                 if isinstance(error, KeyboardInterrupt):
@@ -147,7 +168,8 @@ def _interrupts_of_its_own() -> Iterator[None]:
 @contextmanager
 def _as_main(script: Script) -> Iterator[None]:
     arguments, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
-    sys.argv = ["-m" if script.as_module else script.name, *script.arguments]  # Script.run replaces "-m" by the module's file
+    # Script.run replaces "-m" by the module's file
+    sys.argv = ["-m" if script.as_module else script.name, *script.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = script.folder
     try:
@@ -180,7 +202,11 @@ def _drop_own_frames(error: BaseException, visited: set[int]) -> None:
         if _home(step) not in _OURS:
             frames = TracebackType(frames, step.tb_frame, step.tb_lasti, step.tb_lineno)
     error.__traceback__ = frames
-    for cause in (error.__cause__, error.__context__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())):
+    for cause in (
+        error.__cause__,
+        error.__context__,
+        *(error.exceptions if isinstance(error, BaseExceptionGroup) else ()),
+    ):
         if cause is not None:
             _drop_own_frames(cause, visited)
 

@@ -43,8 +43,11 @@ class CompiledStep:
         return _name(self.spec)
 
 
-def compile_steps(observed: ObservedSteps, folder: Path, target: str, say: Progress, tune: str, skipped: Counter[str]) -> Iterator[CompiledStep]:
-    """Yield the steps that came more than once. If one cannot be compiled or differs from eager, it is left out, with the reason in ``skipped``."""
+def compile_steps(
+    observed: ObservedSteps, folder: Path, target: str, say: Progress, tune: str, skipped: Counter[str]
+) -> Iterator[CompiledStep]:
+    """Yield the steps that came more than once. If one cannot be compiled or differs from eager, it is left out, with
+    the reason in ``skipped``."""
     mode = fake_mode()
     traced: list[TracedStep | TracedClipping] = []
     kinds, clippings = observed.repeated, observed.clippings.repeated
@@ -77,19 +80,28 @@ def _left_out(words: str, skipped: Counter[str]) -> Iterator[None]:
 
 
 def _artifacts(
-    traced: Sequence[TracedStep | TracedClipping], folder: Path, mode: Any, target: str, say: Progress, skipped: Counter[str]
+    traced: Sequence[TracedStep | TracedClipping],
+    folder: Path,
+    mode: Any,
+    target: str,
+    say: Progress,
+    skipped: Counter[str],
 ) -> dict[str, Artifact]:
     """Compile all graphs at once and return them by name. If the compiler refuses one, compile each alone."""
     (together := folder / _STEP).mkdir()
     name = targets.parsed(target)[0]
     try:
-        return compile.compile_graphs([t.graph for t in traced], folder=together, fake_mode=mode, target=name, progress=say)
+        return compile.compile_graphs(
+            [t.graph for t in traced], folder=together, fake_mode=mode, target=name, progress=say
+        )
     except ExportError:
         artifacts: dict[str, Artifact] = {}
         for step in traced:
             (step_folder := folder / step.graph.name).mkdir()
             with _left_out(step.words, skipped):
-                artifacts |= compile.compile_graphs([step.graph], folder=step_folder, fake_mode=mode, target=name, progress=say)
+                artifacts |= compile.compile_graphs(
+                    [step.graph], folder=step_folder, fake_mode=mode, target=name, progress=say
+                )
         return artifacts
 
 
@@ -107,7 +119,9 @@ def slower(spec: UpdateSpec | ClippingSpec) -> str:
     """Return the times of a step that is not faster when compiled, as text."""
     times: Mapping[str, float] = spec.speed.means if spec.speed is not None else {}
     prefix = "the optimizer step of " if isinstance(spec, UpdateSpec) else ""
-    return f"{prefix}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"
+    return (
+        f"{prefix}{_name(spec)}: {', '.join(f'{name} {microseconds:,.0f} µs' for name, microseconds in times.items())}"
+    )
 
 
 def _name(spec: UpdateSpec | ClippingSpec) -> str:

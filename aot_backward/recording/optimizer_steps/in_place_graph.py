@@ -1,4 +1,5 @@
-"""Shared parts of the graphs of optimizer steps and clippings: they write to their inputs, and are timed against eager."""
+"""Shared parts of the graphs of optimizer steps and clippings: they write to their inputs, and are timed against
+eager."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def in_place_graph(
     result_name: str,
     mode: Any,
 ) -> Graph:
-    """Return ``module`` as a graph that writes ``values`` to the placeholders ``targets``, and returns ``result``. ``operands``: the placeholders'
-    names in messages."""
+    """Return ``module`` as a graph that writes ``values`` to the placeholders ``targets``, and returns ``result``.
+    ``operands``: the placeholders' names in messages."""
     output = fx_graph.output_of(module.graph)
     with module.graph.inserting_before(result), mode:
         for target, new in zip(targets, values, strict=True):
@@ -53,7 +54,8 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 def timed(name: str, ways: Mapping[str, Callable[[], object]], tune: str, target: str) -> Speed | None:
-    """Time ``ways``, "eager" and "compiled", each a whole call as a script makes it. Return None if they cannot be timed."""
+    """Time ``ways``, "eager" and "compiled", each a whole call as a script makes it. Return None if they cannot be
+    timed."""
     try:
         with stopwatch.on_free_processors() as (threads, other_threads):
             times = stopwatch.microseconds(ways, SECONDS)

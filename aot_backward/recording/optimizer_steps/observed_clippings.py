@@ -16,8 +16,8 @@ _MAX_CLIPPING_KINDS = 32  # the most kinds, and refusals, that are kept: bounds 
 
 @dataclass
 class ObservedClipping:
-    """Calls of one function with gradients of the same metadata. ``example``: copies of the gradients of one call, and its ``max_norm`` or
-    ``clip_value``; None if the kind came once."""
+    """Calls of one function with gradients of the same metadata. ``example``: copies of the gradients of one call, and
+    its ``max_norm`` or ``clip_value``; None if the kind came once."""
 
     kind: Kind
     line: str
@@ -39,7 +39,11 @@ class ObservedClippings:
     @property
     def repeated(self) -> dict[str, ObservedClipping]:
         """The kinds that came more than once, which are compiled, by digest."""
-        return {hashlib.sha256(repr(key).encode()).hexdigest(): kind for key, kind in self.kinds.items() if kind.example is not None}
+        return {
+            hashlib.sha256(repr(key).encode()).hexdigest(): kind
+            for key, kind in self.kinds.items()
+            if kind.example is not None
+        }
 
     def observe(self, kind: Kind, gradients: Sequence[torch.Tensor], limit: float, line: str) -> None:
         """Note a call before eager clips."""

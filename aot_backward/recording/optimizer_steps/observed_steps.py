@@ -24,13 +24,14 @@ from ...capture.step.optimizer_spec import duplicate
 from .observed_clippings import ObservedClippings
 
 _MAX_STEP_KINDS = 32  # the most kinds, and refusals, that are kept: bounds the memory of copied optimizers; a guess
-_FIRST_STEPS, _EVERY_STEPS = 16, 64  # inspect each of an optimizer's first steps, then one in this many, to save time; guesses
+# Inspect each of an optimizer's first steps, then one in this many, to save time; guesses
+_FIRST_STEPS, _EVERY_STEPS = 16, 64
 
 
 @dataclass
 class ObservedStep:
-    """Steps of one kind: the optimizer's class, its options, and the metadata of parameters, gradients and state. ``example``: a copied optimizer of
-    that kind, as it was before one of these steps; None if the kind came once."""
+    """Steps of one kind: the optimizer's class, its options, and the metadata of parameters, gradients and state.
+    ``example``: a copied optimizer of that kind, as it was before one of these steps; None if the kind came once."""
 
     name: str
     count: int = 0
@@ -44,7 +45,8 @@ class ObservedStep:
 
 @dataclass
 class ObservedSteps:
-    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled. ``clippings``: of the gradients, before the steps."""
+    """``kinds``: by digest. ``refused``: why steps of an optimizer cannot be compiled. ``clippings``: of the gradients,
+    before the steps."""
 
     kinds: dict[str, ObservedStep] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -88,9 +90,12 @@ class ObservedSteps:
 
 
 def _step_key(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return a text that identifies the kind of step; None if there is nothing to do, or the state does not exist yet."""
+    """Return a text that identifies the kind of step; None if there is nothing to do, or the state does not exist
+    yet."""
     if type(optimizer) not in SERVED:
-        raise InputError(f"{name_of(type(optimizer))} is not a supported optimizer of torch.optim; its steps run in eager")
+        raise InputError(
+            f"{name_of(type(optimizer))} is not a supported optimizer of torch.optim; its steps run in eager"
+        )
     refuse_unsupported(optimizer)
     groups: list[Any] = []
     any_gradient = False
@@ -108,7 +113,9 @@ def _step_key(optimizer: torch.optim.Optimizer) -> str | None:
             for tensor in tensors:
                 _refuse_odd(tensor)
             if unsupported := [k for k, v in state.items() if v is not None and not isinstance(v, torch.Tensor)]:
-                raise InputError(f"state[…][{unsupported[0]!r}]: expected a tensor, got a value of type {type(state[unsupported[0]]).__name__}")
+                raise InputError(
+                    f"state[…][{unsupported[0]!r}]: expected a tensor, got a value of type {type(state[unsupported[0]]).__name__}"
+                )
             members.append([*map(_layout, tensors[:2]), {k: _layout(v) for k, v in state.items() if v is not None}])
         options = {k: plain(v) for k, v in group.items() if k in optimizer.defaults and not isinstance(plain(v), float)}
         groups.append([options, members])
@@ -143,7 +150,9 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             q = _with_strides(p).requires_grad_(p.requires_grad)
             q.grad = _with_strides(p.grad) if p.grad is not None else None
             if p in optimizer.state:
-                clone.state[q] = {k: _with_strides(v) if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()}
+                clone.state[q] = {
+                    k: _with_strides(v) if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[p].items()
+                }
             members.append(q)
         clone.param_groups.append({"params": members, **options})
     return clone
@@ -151,4 +160,6 @@ def copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _with_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides, which ``clone`` does not keep if there are gaps in memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor.detach()
+    )

@@ -1,4 +1,5 @@
-"""Trace a kind of optimizer steps as a graph that writes parameters and state in place, compare its code with eager, and time it."""
+"""Trace a kind of optimizer steps as a graph that writes parameters and state in place, compare its code with eager,
+and time it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _STEPS_COMPARED = 3  # steps that are compared, as many as of an exported step (
 
 
 class TracedStep:
-    """``graph`` and ``spec`` of a kind of steps, called ``name``. Raise :class:`ExportError` if a graph cannot express it."""
+    """``graph`` and ``spec`` of a kind of steps, called ``name``. Raise :class:`ExportError` if a graph cannot express
+    it."""
 
     def __init__(self, name: str, kind: ObservedStep, mode: Any):
         assert kind.example is not None
@@ -57,11 +59,16 @@ class TracedStep:
     def finished(self, library: Library, tune: str, target: str) -> UpdateSpec:
         """Return the spec with its verdict and times. Raise :class:`ExportError` if ``library`` differs from eager."""
         spec = _checked(self.spec, library, self._example, reduced_precision=self._reduced_precision)
-        return spec if tune == "none" else dataclasses.replace(spec, speed=_speed(spec, library, self._example, tune, target))
+        return (
+            spec
+            if tune == "none"
+            else dataclasses.replace(spec, speed=_speed(spec, library, self._example, tune, target))
+        )
 
 
 def _inspected(example: torch.optim.Optimizer) -> OptimizerSpec:
-    """Inspect the optimizer. Parameters are named by group and place. Each has its own step count; a step of an exported program shares one."""
+    """Inspect the optimizer. Parameters are named by group and place. Each has its own step count; a step of an
+    exported program shares one."""
     names = {id(p): f"{g}.{i}" for g, group in enumerate(example.param_groups) for i, p in enumerate(group["params"])}
     with_gradient = {names[id(p)] for group in example.param_groups for p in group["params"] if p.grad is not None}
     optimized = inspect_optimizer(example, names, with_gradient.__contains__)
@@ -88,24 +95,42 @@ def _in_place(module: torch.fx.GraphModule, spec: UpdateSpec, mode: Any) -> Grap
         element = call(module.graph, torch.ops.aten.select.int, placeholders[-1], 0, 0)
         result = call(module.graph, torch.ops.aten.clone.default, element)
     targets = placeholders[len(spec.trained) : -1]
-    return in_place_graph(spec.library, module, targets, results, result, _operand_names(spec), _result_name(spec), mode)
+    return in_place_graph(
+        spec.library, module, targets, results, result, _operand_names(spec), _result_name(spec), mode
+    )
 
 
 def _operand_names(spec: UpdateSpec) -> list[str]:
     """Return the names of the library's inputs, in order: gradients, parameters, state, numbers."""
-    place = {p: f"param_groups[{g}]['params'][{i}]" for g, group in enumerate(spec.groups) for i, p in enumerate(group.parameters)}
+    place = {
+        p: f"param_groups[{g}]['params'][{i}]"
+        for g, group in enumerate(spec.groups)
+        for i, p in enumerate(group.parameters)
+    }
     parameters = [place[p] for p in spec.trained]
-    return [*(f"{p}.grad" for p in parameters), *parameters, *(f"state[{place[s.parameter]}][{s.key!r}]" for s in spec.state), "numbers"]
+    return [
+        *(f"{p}.grad" for p in parameters),
+        *parameters,
+        *(f"state[{place[s.parameter]}][{s.key!r}]" for s in spec.state),
+        "numbers",
+    ]
 
 
 def _result_name(spec: UpdateSpec) -> str:
     """Return the name of the library's result. Readers of formats 1.11 to 1.14 compare this digest."""
-    fields = [spec.optimizer, spec.trained, [*map(dataclasses.astuple, spec.groups), *map(dataclasses.astuple, spec.numbers)]]
+    fields = [
+        spec.optimizer,
+        spec.trained,
+        [*map(dataclasses.astuple, spec.groups), *map(dataclasses.astuple, spec.numbers)],
+    ]
     return f"step {hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]}"
 
 
-def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool) -> UpdateSpec:
-    """Return ``spec`` with its verdict: compare a few steps, each from eager's state. Raise :class:`ExportError` if a change differs from eager's."""
+def _checked(
+    spec: UpdateSpec, library: Library, example: torch.optim.Optimizer, *, reduced_precision: bool
+) -> UpdateSpec:
+    """Return ``spec`` with its verdict: compare a few steps, each from eager's state. Raise :class:`ExportError` if a
+    change differs from eager's."""
     eager, compiled = copied(example), copied(example)
     update = CompiledUpdate(spec, library)
     worst, name = 0.0, ""
@@ -113,7 +138,9 @@ def _checked(spec: UpdateSpec, library: Library, example: torch.optim.Optimizer,
         before = [(n, t.clone()) for n, t in _tensors(compiled, spec)]
         step_of(eager)(eager)
         update.bind(compiled).run(compiled)
-        for (label, old), (_, actual), (_, expected) in zip(before, _tensors(compiled, spec), _tensors(eager, spec), strict=True):
+        for (label, old), (_, actual), (_, expected) in zip(
+            before, _tensors(compiled, spec), _tensors(eager, spec), strict=True
+        ):
             if not expected.is_floating_point():
                 if not torch.equal(actual, expected):
                     raise ExportError(f"{label} differs from eager's step")
@@ -134,7 +161,9 @@ def _tensors(optimizer: torch.optim.Optimizer, spec: UpdateSpec) -> list[tuple[s
     """Return the tensors that a step writes, by name: parameters, then state."""
     by_name = {f"{g}.{i}": p for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     names = _operand_names(spec)[len(spec.trained) : -1]
-    tensors = [by_name[n].detach() for n in spec.trained] + [optimizer.state[by_name[s.parameter]][s.key] for s in spec.state]
+    tensors = [by_name[n].detach() for n in spec.trained] + [
+        optimizer.state[by_name[s.parameter]][s.key] for s in spec.state
+    ]
     return list(zip(names, tensors, strict=True))
 
 

@@ -1,11 +1,13 @@
 """Scaled dot-product attention, captured with the CPU's kernel, with the kernel that eager selects on a GPU.
 
-``scaled_dot_product_attention`` selects a kernel when it is called, and a trace on the CPU contains the CPU's. Forward and backward are separate
-graphs, linked by the tensors that the forward saves (the result, and the logarithm of the softmax's denominators, one for each row of queries). The
-choice depends only on properties that both graphs have (sizes, dtypes, the mask), so both choose alike; saved tensors keep the CPU's shapes.
+``scaled_dot_product_attention`` selects a kernel when it is called, and a trace on the CPU contains the CPU's. Forward
+and backward are separate graphs, linked by the tensors that the forward saves (the result, and the logarithm of the
+softmax's denominators, one for each row of queries). The choice depends only on properties that both graphs have
+(sizes, dtypes, the mask), so both choose alike; saved tensors keep the CPU's shapes.
 
-The conditions come from ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11), with one difference: on H100
-and B200 eager prefers cuDNN's kernel, if it has one, to flash attention. Without dropout all of them compute the same result, up to rounding.
+The conditions come from ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` and ``attention.cpp`` (torch 2.11),
+with one difference: on H100 and B200 eager prefers cuDNN's kernel, if it has one, to flash attention. Without dropout
+all of them compute the same result, up to rounding.
 """
 
 from __future__ import annotations
@@ -34,33 +36,47 @@ _Tensors = tuple[torch.Tensor, ...]
 
 
 def kernel_for(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, capability: tuple[int, int]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    capability: tuple[int, int],
 ) -> Kernel:
-    """Return the kernel for these (B, H, S, D) tensors. A condition that is unknown for a dynamic size counts as false."""
+    """Return the kernel for these (B, H, S, D) tensors. A condition that is unknown for a dynamic size counts as
+    false."""
     is_true = torch_api.statically_known_true
     depth, is_half = query.shape[-1], query.dtype in _HALVES
     equal_depths = is_true(key.shape[-1] == depth) and is_true(value.shape[-1] == depth)
-    # Flash attention's causal mask is aligned to the bottom right if there are more keys than queries; eager's to the top left.
+    # Flash attention's causal mask is aligned to the bottom right if there are more keys than queries; eager's to the
+    # top left.
     is_square = not causal or is_true(query.shape[2] == key.shape[2])
     # its backward needs more shared memory than these GPUs have
     fits_memory = capability not in ((8, 6), (8, 9)) or is_true(depth <= 192) or is_true(depth > 224)
     if is_half and mask is None and equal_depths and is_true(depth <= 256) and is_square and fits_memory:
         return "flash"
     alignment = 8 if is_half else 4  # elements in 128 bits; with tensor cores, which half precision needs
-    is_aligned = is_true(depth % alignment == 0) and is_true(value.shape[-1] % alignment == 0) and is_true(key.shape[-1] == depth)
+    is_aligned = (
+        is_true(depth % alignment == 0)
+        and is_true(value.shape[-1] % alignment == 0)
+        and is_true(key.shape[-1] == depth)
+    )
     if (is_half or query.dtype is torch.float32) and is_aligned and (mask is None or mask.dtype is query.dtype):
         return "efficient"
     return "math"
 
 
 def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) -> None:
-    """Make the users of ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users lose their users.
+    """Make the users of ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users lose
+    their users.
     ``values``: the fake tensor of each existing node; new nodes are added."""
     is_backward = node.target is BACKWARD
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     args = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if args.get("dropout_p"):
-        raise ExportError(f"{node.target} with dropout {args['dropout_p']} has no counterpart on a GPU: export on a GPU, target='cuda'")
+        raise ExportError(
+            f"{node.target} with dropout {args['dropout_p']} has no counterpart on a GPU: export on a GPU, target='cuda'"
+        )
     causal, scale = bool(args.get("is_causal", False)), args.get("scale")
     tensors: list[Node] = [args[n] for n in names if isinstance(args.get(n), Node) and n != "attn_mask"]
     mask: Any = args.get("attn_mask")
@@ -74,7 +90,8 @@ def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) ->
     def called(*operands: torch.Tensor) -> _Tensors:
         inputs, bias = (operands, None) if mask is None else (operands[:-1], operands[-1])
         return tuple(
-            with_strides(result.to(output.dtype), output) for result, output in zip(function(*inputs, bias, causal, scale), outputs, strict=True)
+            with_strides(result.to(output.dtype), output)
+            for result, output in zip(function(*inputs, bias, causal, scale), outputs, strict=True)
         )
 
     results, new_values = spliced(node, called, [*tensors, *([] if mask is None else [mask])], values)
@@ -85,7 +102,9 @@ def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) ->
         user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
 
 
-def _flash_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, causal: bool, scale: float) -> _Tensors:
+def _flash_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, causal: bool, scale: float
+) -> _Tensors:
     depth = query.shape[-1]
     operands = (_padded(t, 8) for t in (query, key, value))
     out, logs, *_ = aten._scaled_dot_product_flash_attention.default(*operands, 0.0, causal, False, scale=scale)
@@ -108,7 +127,9 @@ def _flash_backward(
     offset = torch.empty(0, dtype=torch.uint64, device=query.device)
     operands = (_padded(t, 8) for t in (grad, query, key, value, out))
     lengths = (None, None, query.shape[2], key.shape[2])
-    grads = aten._scaled_dot_product_flash_attention_backward.default(*operands, logs.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
+    grads = aten._scaled_dot_product_flash_attention_backward.default(
+        *operands, logs.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale
+    )
     return tuple(g[..., :depth] for g in grads)
 
 
@@ -117,7 +138,9 @@ def _efficient_forward(
 ) -> _Tensors:
     heads = query.shape[1]
     key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
-    out, logs, *_ = aten._scaled_dot_product_efficient_attention.default(query, key, value, bias, True, 0.0, causal, scale=scale)
+    out, logs, *_ = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, bias, True, 0.0, causal, scale=scale
+    )
     return out, _first(logs, query.shape[2], 2)
 
 
@@ -136,7 +159,8 @@ def _efficient_backward(
     key, value, bias = _with_bias(query, _repeated(key, heads), _repeated(value, heads), mask)
     # kernel_forward.h pads to a multiple of kAlignLSE rows with infinity: their probabilities become zeros
     logs = nn.functional.pad(logs.contiguous(), (0, _lacking(rows, 32)), value=math.inf)
-    seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))  # unused without dropout
+    # Unused without dropout
+    seed, offset = (torch.empty(1, dtype=torch.int64, device=query.device).view(()) for _ in range(2))
     grads = aten._scaled_dot_product_efficient_attention_backward.default(
         grad, query, key, value, bias, out, logs, seed, offset, 0.0, [True, True, True, False], causal, scale=scale
     )
@@ -144,7 +168,9 @@ def _efficient_backward(
     return grads[0], grad_key, grad_value
 
 
-def _math_forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> _Tensors:
+def _math_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> _Tensors:
     heads = query.shape[1]
     weights, logs = _weights(query, _repeated(key, heads), mask, causal, scale)
     return (weights @ _wide(_repeated(value, heads))).to(query.dtype), logs
@@ -161,8 +187,9 @@ def _math_backward(
     causal: bool,
     scale: float,
 ) -> _Tensors:
-    """Compute the backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are recomputed from the scores: torch
-    declares the saved logarithms as float32, which would lose half the digits of float64."""
+    """Compute the backward of flash attention (arXiv:2205.14135, appendix B.4) with whole matrices. The weights are
+    recomputed from the scores: torch declares the saved logarithms as float32, which would lose half the digits of
+    float64."""
     heads, kv_heads, dtype = query.shape[1], key.shape[1], query.dtype
     key, value = _repeated(key, heads), _repeated(value, heads)
     weights, _ = _weights(query, key, mask, causal, scale)
@@ -173,11 +200,21 @@ def _math_backward(
     return grad_query.to(dtype), _summed(grad_key, kv_heads).to(dtype), _summed(grad_value, kv_heads).to(dtype)
 
 
-_FORWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_forward, "efficient": _efficient_forward, "math": _math_forward}
-_BACKWARD: dict[Kernel, Callable[..., _Tensors]] = {"flash": _flash_backward, "efficient": _efficient_backward, "math": _math_backward}
+_FORWARD: dict[Kernel, Callable[..., _Tensors]] = {
+    "flash": _flash_forward,
+    "efficient": _efficient_forward,
+    "math": _math_forward,
+}
+_BACKWARD: dict[Kernel, Callable[..., _Tensors]] = {
+    "flash": _flash_backward,
+    "efficient": _efficient_backward,
+    "math": _math_backward,
+}
 
 
-def _weights(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the softmax of the scores, and the logarithm of its denominators. A fully masked row gets zeros."""
     scores = _wide(query) @ _wide(key).transpose(-2, -1) * scale
     if mask is not None:
@@ -199,7 +236,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lacking(size: Any, multiple: int) -> Any:
-    """Return the distance from ``size`` to the next multiple; for a symbolic size in a form that lets torch see that the sum is a multiple."""
+    """Return the distance from ``size`` to the next multiple; for a symbolic size in a form that lets torch see that
+    the sum is a multiple."""
     return (size + multiple - 1) // multiple * multiple - size
 
 
@@ -212,10 +250,11 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 def _with_bias(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return keys, values, and the mask of every head. The kernel requires the mask's rows to begin at multiples of 8 elements.
+    """Return keys, values, and the mask of every head. The kernel requires the mask's rows to begin at multiples of 8
+    elements.
 
-    Eager pads the rows and takes a slice of them (``preprocess_mask`` in attention.cpp). For a dynamic size, slicing would compare sizes and create a
-    guard, so the keys are padded to a multiple of 8, too; the mask hides the new ones.
+    Eager pads the rows and takes a slice of them (``preprocess_mask`` in attention.cpp). For a dynamic size, slicing
+    would compare sizes and create a guard, so the keys are padded to a multiple of 8, too; the mask hides the new ones.
     """
     if mask is None:
         return key, value, None
@@ -232,7 +271,8 @@ def _with_bias(
 
 
 def _first(tensor: torch.Tensor, count: Any, dim: int) -> torch.Tensor:
-    """Return a copy of the first ``count`` elements in that dimension: for a view, torch would compare sizes and guard a dynamic size."""
+    """Return a copy of the first ``count`` elements in that dimension: for a view, torch would compare sizes and guard
+    a dynamic size."""
     if torch_api.statically_known_true(tensor.shape[dim] == count):
         return tensor
     return tensor.index_select(dim, torch.arange(count, device=tensor.device))

@@ -1,10 +1,12 @@
-"""Compiles graphs for a GPU on a machine without one: a table answers the device queries of torch, Inductor and Triton, and nothing is launched.
+"""Compiles graphs for a GPU on a machine without one: a table answers the device queries of torch, Inductor and Triton,
+and nothing is launched.
 
-A graph is captured on fake CPU tensors and rewritten for fake CUDA tensors (:mod:`.retarget`). It needs a CUDA build of torch, triton, and a CUDA
-toolkit's headers; no driver. Other pairs of torch and triton than :data:`TESTED` raise an error that names them.
+A graph is captured on fake CPU tensors and rewritten for fake CUDA tensors (:mod:`.retarget`). It needs a CUDA build of
+torch, triton, and a CUDA toolkit's headers; no driver. Other pairs of torch and triton than :data:`TESTED` raise an
+error that names them.
 
-:func:`crossing` restores every private name of torch that it replaces. This module is the one exception to the rule that private names live in
-``torch_api.py``.
+:func:`crossing` restores every private name of torch that it replaces. This module is the one exception to the rule
+that private names live in ``torch_api.py``.
 """
 
 from __future__ import annotations
@@ -33,13 +35,21 @@ TESTED = {"2.11": "3.6", "2.15": "3.9"}
 
 
 def check(target: str) -> Device:
-    """Return the device of ``target`` ("cuda:sm_90"). Raise :class:`ExportError` with installation advice if this process cannot compile for it."""
+    """Return the device of ``target`` ("cuda:sm_90"). Raise :class:`ExportError` with installation advice if this
+    process cannot compile for it."""
     arch = target.partition(":")[2]
     if arch not in DEVICES:
-        raise ExportError(f"unknown target {target!r}; GPUs supported for cross-compilation: {', '.join(f'cuda:{a}' for a in DEVICES)}")
-    install = " or ".join(f"pip install torch=={t}.0 triton=={v}.0" for t, v in TESTED.items()) + ", the build for CUDA from PyPI"
+        raise ExportError(
+            f"unknown target {target!r}; GPUs supported for cross-compilation: {', '.join(f'cuda:{a}' for a in DEVICES)}"
+        )
+    install = (
+        " or ".join(f"pip install torch=={t}.0 triton=={v}.0" for t, v in TESTED.items())
+        + ", the build for CUDA from PyPI"
+    )
     if torch.version.cuda is None:
-        raise ExportError(f"target {target} needs a build of torch for CUDA, and this is {torch.__version__}: {install}")
+        raise ExportError(
+            f"target {target} needs a build of torch for CUDA, and this is {torch.__version__}: {install}"
+        )
     try:
         import triton
     except ImportError as error:
@@ -61,7 +71,8 @@ def crossing(device: Device) -> Iterator[None]:
         stack.enter_context(patched_items(os.environ, TENSORIFY_PYTHON_SCALARS="0", TRITON_DISABLE_LINE_INFO="1"))
         _forget()
         stack.callback(_forget)
-        stack.enter_context(torch_api.fresh_cache())  # otherwise a kernel of another architecture is reused, by its name
+        # Otherwise a kernel of another architecture is reused, by its name
+        stack.enter_context(torch_api.fresh_cache())
         for patch in (_torch_cuda, _fake_tensors, _triton, _autotuning, _constants, _folding):
             patch(device, stack)
         stack.enter_context(torch_api.inductor_config.patch(_SETTINGS))
@@ -118,9 +129,19 @@ def _torch_cuda(device: Device, stack: contextlib.ExitStack) -> None:
     }
     stack.enter_context(patched(torch.cuda, **answers))
     interface = device_interface.CudaInterface
-    names = ("current_device", "device_count", "set_device", "get_device_properties", "is_bf16_supported", "is_available")
+    names = (
+        "current_device",
+        "device_count",
+        "set_device",
+        "get_device_properties",
+        "is_bf16_supported",
+        "is_available",
+    )
     methods = {name: answers[name] for name in names}
-    methods |= {"exchange_device": answers["_exchange_device"], "maybe_exchange_device": answers["_maybe_exchange_device"]}
+    methods |= {
+        "exchange_device": answers["_exchange_device"],
+        "maybe_exchange_device": answers["_maybe_exchange_device"],
+    }
     methods["get_compute_capability"] = lambda device=None: device_number(properties)
     stack.enter_context(patched(interface, **{name: staticmethod(method) for name, method in methods.items()}))
     stack.enter_context(patched_items(device_interface.caching_worker_device_properties, cuda=[properties]))
@@ -151,7 +172,8 @@ def _triton(device: Device, stack: contextlib.ExitStack) -> None:
             }  # fmt: skip
 
         def load_binary(self, name: str, kernel: bytes, shared: int, number: int) -> tuple[None, int, int, int, int]:
-            """Return registers and spills from the machine code, but no module: triton 3.8 and newer would have the driver unload it."""
+            """Return registers and spills from the machine code, but no module: triton 3.8 and newer would have the
+            driver unload it."""
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
                 file.write(kernel)
                 file.flush()

@@ -1,4 +1,5 @@
-"""Converts a graph captured on fake CPU tensors to CUDA tensors: device arguments, values, attention, the results' strides."""
+"""Converts a graph captured on fake CPU tensors to CUDA tensors: device arguments, values, attention, the results'
+strides."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
 
     def moved(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=onto) if isinstance(value, torch.Tensor) else value
+        return (
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=onto)
+            if isinstance(value, torch.Tensor)
+            else value
+        )
 
     values: dict[Node, Any] = {}
     constants, attention_nodes = {}, []
@@ -50,7 +55,9 @@ def retarget(graph: Graph, fake_mode: Any, device: Device, onto: torch.device = 
                 if node.target is torch.ops.prims.device_put.default:
                     node.args = (node.args[0], onto, *node.args[2:])
                 if str(node.target).startswith(_CPU_ONLY):
-                    raise ExportError(f"{graph.name}: {node.target} is a CPU-only operator, and has no counterpart on a GPU yet")
+                    raise ExportError(
+                        f"{graph.name}: {node.target} is a CPU-only operator, and has no counterpart on a GPU yet"
+                    )
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 node.meta["val"] = node.target(*args, **kwargs)
             values[node] = node.meta.get("val")

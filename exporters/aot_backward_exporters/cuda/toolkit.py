@@ -32,28 +32,45 @@ def cuda_home() -> Path:
     for candidate in candidates:
         if (candidate / "include" / "cuda.h").is_file():
             return candidate.resolve()
-    raise ExportError("target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME")
+    raise ExportError(
+        "target cuda needs the headers of the CUDA toolkit (cuda.h), and none was found: install it, or set CUDA_HOME"
+    )
 
 
 @contextlib.contextmanager
 def toolkit() -> Iterator[None]:
-    """Let the host compiler find the CUDA toolkit, and a stub library for linking instead of the driver: linkers may not search the driver's folder
-    on a machine with a GPU."""
+    """Let the host compiler find the CUDA toolkit, and a stub library for linking instead of the driver: linkers may
+    not search the driver's folder on a machine with a GPU."""
     with tempfile.TemporaryDirectory(prefix="aot-backward-") as folder, contextlib.ExitStack() as stack:
         _driver_stub(Path(folder))
         paths = [folder, *filter(None, [os.environ.get("LIBRARY_PATH")])]
         stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
         from torch.utils import cpp_extension
 
-        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))  # set at import, and not searched for again
+        # Set at import, and not searched for again
+        stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))
         yield
 
 
 def _driver_stub(folder: Path) -> None:
-    """Build a stub for the driver's library: it exports the names in ``cuda.h``, so that the linker keeps the dependency on the driver."""
+    """Build a stub for the driver's library: it exports the names in ``cuda.h``, so that the linker keeps the
+    dependency on the driver."""
     header = (cuda_home() / "include" / "cuda.h").read_text(errors="replace")
-    names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header)) | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header)))
+    names = sorted(
+        set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header))
+        | set(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header))
+    )
     source = folder / "stub.c"
     source.write_text("".join(f"void {name}(void){{}}\n" for name in names))
-    argv = [*compiler(), "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(folder / "libcuda.so")]
+    argv = [
+        *compiler(),
+        "-x",
+        "c",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        str(source),
+        "-o",
+        str(folder / "libcuda.so"),
+    ]
     subprocess.run(argv, check=True, capture_output=True)

@@ -1,4 +1,5 @@
-"""Attention and its gradient, as eager's CPU kernel computes them: the softmax in float32, fully masked rows are zero."""
+"""Attention and its gradient, as eager's CPU kernel computes them: the softmax in float32, fully masked rows are
+zero."""
 
 from __future__ import annotations
 
@@ -26,12 +27,23 @@ def _scores(q: torch.Tensor, k: torch.Tensor, is_causal: bool, mask: torch.Tenso
 
 
 def _prepared(
-    operator: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask: torch.Tensor | None, scale: float | None
+    operator: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout: float,
+    mask: torch.Tensor | None,
+    scale: float | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None, float]:
     if dropout:
-        raise ExportError.of(operator, f"{operator} draws random numbers, and ONNX cannot draw eager's: set the attention's dropout to 0")
+        raise ExportError.of(
+            operator, f"{operator} draws random numbers, and ONNX cannot draw eager's: set the attention's dropout to 0"
+        )
     if q.shape[1] != k.shape[1]:
-        raise ExportError.of(operator, f"{operator} with fewer heads of keys than of queries has no ONNX translation: repeat the keys' heads")
+        raise ExportError.of(
+            operator,
+            f"{operator} with fewer heads of keys than of queries has no ONNX translation: repeat the keys' heads",
+        )
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(dtype)
@@ -48,7 +60,8 @@ def with_weights(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the operator's results and the attention weights. Without the weights, :func:`backward` computes them again."""
+    """Return the operator's results and the attention weights. Without the weights, :func:`backward` computes them
+    again."""
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
     (wide_q, wide_k, wide_v), mask, factor = _prepared(operator, q, k, v, dropout_p, attn_mask, scale)
     scores = _scores(wide_q, wide_k, is_causal, mask, factor)
@@ -57,7 +70,11 @@ def with_weights(
     exponentials = torch.exp(scores - row_max)
     total = exponentials.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1.0, total)
-    return (torch.matmul(exponentials, wide_v) / total).to(q.dtype), (torch.log(total) + row_max).squeeze(-1), exponentials / total
+    return (
+        (torch.matmul(exponentials, wide_v) / total).to(q.dtype),
+        (torch.log(total) + row_max).squeeze(-1),
+        exponentials / total,
+    )
 
 
 def _forward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,16 +33,25 @@ def _backward(
             grad_input = _of_input(grad, weight, list(x.shape[2:]), stride, padding, dilation, groups)
     if output_mask[1]:
         kernel = list(weight.shape[2:])
-        grad_weight = _of_weight(x, grad, *((grad, x) if transposed else (x, grad)), kernel, stride, padding, dilation, groups)
+        grad_weight = _of_weight(
+            x, grad, *((grad, x) if transposed else (x, grad)), kernel, stride, padding, dilation, groups
+        )
     if output_mask[2]:
         grad_bias = aten.sum.dim_IntList(grad, [0, *range(2, grad.dim())])
     return grad_input, grad_weight, grad_bias
 
 
 def _of_input(
-    grad: torch.Tensor, weight: torch.Tensor, sizes: list[Any], stride: list[int], padding: list[int], dilation: list[int], groups: int
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: list[Any],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
 ) -> torch.Tensor:
-    """Return the input's gradient. A transposed convolution without padding covers the padded input up to the last window; the rest gets zeros."""
+    """Return the input's gradient. A transposed convolution without padding covers the padded input up to the last
+    window; the rest gets zeros."""
     n = len(sizes)
     out = aten.convolution.default(grad, weight, None, stride, [0] * n, dilation, True, [0] * n, groups)
     for d in range(n):
@@ -51,7 +60,8 @@ def _of_input(
             if missing > 0:
                 out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, missing])
         else:
-            out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, stride[d] - 1])  # the maximum that a stride leaves
+            # The maximum that a stride leaves
+            out = aten.constant_pad_nd.default(out, [0, 0] * (n - 1 - d) + [0, stride[d] - 1])
         out = aten.slice.Tensor(out, 2 + d, padding[d], padding[d] + sizes[d])
     return out
 
@@ -67,9 +77,11 @@ def _of_weight(
     dilation: list[int],
     groups: int,
 ) -> torch.Tensor:
-    """Convolve ``larger`` with ``smaller``: channels are the batch, the batch is summed over, stride and dilation are swapped.
+    """Convolve ``larger`` with ``smaller``: channels are the batch, the batch is summed over, stride and dilation are
+    swapped.
 
-    In a plain convolution ``larger`` is its input and ``smaller`` the incoming gradient; in a transposed one the other way round.
+    In a plain convolution ``larger`` is its input and ``smaller`` the incoming gradient; in a transposed one the other
+    way round.
     """
     n, batch, channels = len(kernel), larger.shape[0], larger.shape[1] // groups
     data = aten.view.default(larger, [batch, groups, channels, *larger.shape[2:]])

@@ -27,7 +27,9 @@ def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float, compute_mode: int | Non
     return absolute.pow(p).sum(-1).pow(1 / p)
 
 
-def _cdist_backward(grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, cdist: torch.Tensor) -> torch.Tensor:
+def _cdist_backward(
+    grad: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, cdist: torch.Tensor
+) -> torch.Tensor:
     """Return the gradient with respect to x1. For equal rows it is 0, as in eager."""
     if p == 0:
         return torch.zeros_like(x1)

@@ -1,5 +1,5 @@
-"""Functions of exponentials and logarithms, computed in float64 or without the cancelling term: onnxruntime's float32 kernels are off by
-several roundings, so results near zero or near a limit have few correct digits."""
+"""Functions of exponentials and logarithms, computed in float64 or without the cancelling term: onnxruntime's float32
+kernels are off by several roundings, so results near zero or near a limit have few correct digits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ def _in_float64(operator: Any) -> Callable[..., Any]:
 
 
 def _log1p(x: torch.Tensor) -> torch.Tensor:
-    """Correct the rounding error of 1 + x (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical Calculations")."""
+    """Correct the rounding error of 1 + x (Kahan; HP-15C Advanced Functions Handbook, 1982, "Accuracy of Numerical
+    Calculations")."""
     wide = x.to(torch.float64)
     u = 1 + wide
     delta = u - 1
     is_exact = (delta == 0) | torch.isinf(u)
-    return torch.where(is_exact, torch.where(delta == 0, wide, u), torch.log(u) * (wide / torch.where(is_exact, 1.0, delta))).to(_real(x))
+    return torch.where(
+        is_exact, torch.where(delta == 0, wide, u), torch.log(u) * (wide / torch.where(is_exact, 1.0, delta))
+    ).to(_real(x))
 
 
 def _expm1(x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +38,9 @@ def _expm1(x: torch.Tensor) -> torch.Tensor:
     delta, log = u - 1, torch.log(u)
     is_limit = torch.isinf(u) | (delta == -1)
     is_tiny = delta == 0
-    return torch.where(is_tiny, wide, torch.where(is_limit, delta, delta * wide / torch.where(is_limit | is_tiny, 1.0, log))).to(_real(x))
+    return torch.where(
+        is_tiny, wide, torch.where(is_limit, delta, delta * wide / torch.where(is_limit | is_tiny, 1.0, log))
+    ).to(_real(x))
 
 
 def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:

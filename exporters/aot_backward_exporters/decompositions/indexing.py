@@ -1,6 +1,7 @@
 """Writes and additions at positions, including gradients of embeddings.
 
-Indices of any form become the rows of a matrix. ONNX's ScatterElements writes or adds to them, one after another if a row occurs twice.
+Indices of any form become the rows of a matrix. ONNX's ScatterElements writes or adds to them, one after another if a
+row occurs twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from aot_backward_runtime.errors import ExportError
 aten = torch.ops.aten
 
 
-def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+def _index_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if masks:
         return _masked_put(x, indices, values, accumulate)
@@ -29,7 +32,9 @@ def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: 
     first = indexed_dims[0] if indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1)) else 0
     values_shape = [*other_sizes[:first], *shape, *other_sizes[first:]]
     values = values.to(x.dtype).expand(values_shape)
-    values = values.permute([*range(first, first + len(shape)), *range(first), *range(first + len(shape), len(values_shape))])
+    values = values.permute(
+        [*range(first, first + len(shape)), *range(first), *range(first + len(shape), len(values_shape))]
+    )
     rows, width, sizes = math.prod(shape), math.prod(other_sizes), [x.shape[d] for d in indexed_dims]
     flat = x.permute([*indexed_dims, *other_dims])
     permuted_shape = flat.shape
@@ -45,8 +50,11 @@ def _index_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: 
     return flat.reshape(permuted_shape).permute([order.index(d) for d in range(x.dim())])
 
 
-def _masked_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool) -> torch.Tensor:
-    """Write or add one value at a mask, from some dimension on. Other selections by a mask have a data-dependent size."""
+def _masked_put(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool
+) -> torch.Tensor:
+    """Write or add one value at a mask, from some dimension on. Other selections by a mask have a data-dependent
+    size."""
     masks = [(d, i) for d, i in enumerate(indices) if i is not None]
     if len(masks) > 1 or values.numel() != 1:
         raise ExportError.of(
@@ -59,13 +67,19 @@ def _masked_put(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values:
     return torch.where(mask, x + value if accumulate else value, x)
 
 
-def _masked_add(x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> torch.Tensor:
-    clamped_indices = [None if i is None else i.clamp(-size, size - 1) for i, size in zip(indices, x.shape, strict=False)]
+def _masked_add(
+    x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> torch.Tensor:
+    clamped_indices = [
+        None if i is None else i.clamp(-size, size - 1) for i, size in zip(indices, x.shape, strict=False)
+    ]
     masked_values = torch.where(mask, values, 0)
     return aten.index_put.default(x, clamped_indices, masked_values, True)
 
 
-def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> torch.Tensor:
+def _as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
     _refuse_other_layouts(x)
     return x.reshape([-1]).index_select(0, _strided_places(size, stride, storage_offset)).reshape(size)
 
@@ -97,7 +111,9 @@ def _embedding_bag(
     if padding_idx >= 0:
         mask = indices != padding_idx
         rows, counts = torch.where(mask.unsqueeze(1), rows, 0), mask.to(torch.int64)
-    out = torch.zeros([count, weight.shape[1]], dtype=weight.dtype).scatter_add(0, bags.unsqueeze(1).expand(rows.shape), rows)
+    out = torch.zeros([count, weight.shape[1]], dtype=weight.dtype).scatter_add(
+        0, bags.unsqueeze(1).expand(rows.shape), rows
+    )
     sizes = torch.zeros([count], dtype=torch.int64).scatter_add(0, bags, counts)
     if mode == 1:
         out = out / sizes.clamp(min=1).unsqueeze(1).to(out.dtype)
@@ -135,7 +151,13 @@ def _embedding_bag_backward(
 
 
 def _of_sample_weights(
-    grad: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, offset2bag: torch.Tensor, mode: int, padding_idx: int = -1
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    offset2bag: torch.Tensor,
+    mode: int,
+    padding_idx: int = -1,
 ) -> torch.Tensor:
     is_missing = isinstance(offset2bag.shape[0], int) and offset2bag.shape[0] == 0
     bags = _bags(offsets, indices.shape[0], False) if is_missing else offset2bag
@@ -150,12 +172,16 @@ def _of_a_number(operator: Any) -> Callable[..., Any]:
         if x.dim() and index.dim():
             return NotImplemented
         tensors = [t.reshape([1]) if isinstance(t, torch.Tensor) and t.dim() == 0 else t for t in (x, index, *rest)]
-        return operator(tensors[0], 0, *tensors[1:], **options).reshape(x.shape if operator is not aten.gather.default else index.shape)
+        return operator(tensors[0], 0, *tensors[1:], **options).reshape(
+            x.shape if operator is not aten.gather.default else index.shape
+        )
 
     return along
 
 
-def _diagonal_scatter(x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+def _diagonal_scatter(
+    x: torch.Tensor, src: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> torch.Tensor:
     dims = [dim1 % x.dim(), dim2 % x.dim()]
     order = [d for d in range(x.dim()) if d not in dims] + dims
     steps = torch.arange(src.shape[-1], device=x.device)
@@ -184,7 +210,8 @@ def _as_strided_scatter(
 def _refuse_other_layouts(x: torch.Tensor) -> None:
     if not x.is_contiguous():
         raise ExportError.of(
-            aten.as_strided.default, "aten.as_strided.default of a tensor that is not row-major has no ONNX translation: call .contiguous() first"
+            aten.as_strided.default,
+            "aten.as_strided.default of a tensor that is not row-major has no ONNX translation: call .contiguous() first",
         )
 
 

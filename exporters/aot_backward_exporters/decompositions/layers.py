@@ -23,8 +23,11 @@ def _others(v: torch.Tensor, dim: int) -> list[int]:
     return [d for d in range(v.dim()) if d != dim % v.dim()]
 
 
-def _weight_norm_backward(grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients for w = g · v / ‖v‖: g gets the part of the gradient along v / ‖v‖, v the rest of it, times g / ‖v‖."""
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients for w = g · v / ‖v‖: g gets the part of the gradient along v / ‖v‖, v the rest of it, times
+    g / ‖v‖."""
     grad_g = aten.sum.dim_IntList(grad * v, _others(v, dim), True) / norms
     return (g / norms) * (grad - grad_g * (v / norms)), grad_g
 

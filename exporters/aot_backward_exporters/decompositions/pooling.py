@@ -49,7 +49,9 @@ def _average_backward(spatial: int, operator: str) -> Callable[..., torch.Tensor
         steps = _each(stride, spatial) if len(stride) else kernel
         sizes, windows = list(x.shape[x.dim() - spatial :]), list(grad.shape[grad.dim() - spatial :])
         if not all(isinstance(n, int) for n in (*sizes, *windows)):
-            raise ExportError.of(operator, f"{operator} of images of dynamic size has no ONNX translation: make height and width static")
+            raise ExportError.of(
+                operator, f"{operator} of images of dynamic size has no ONNX translation: make height and width static"
+            )
         shares = grad / _divisors(sizes, windows, kernel, steps, pad, count_include_pad, divisor_override, grad)
         planes = shares.reshape([-1, 1, *windows])
         ones = torch.ones([1, 1, *kernel], dtype=grad.dtype, device=grad.device)
@@ -70,9 +72,17 @@ def _each(value: Sequence[int], spatial: int) -> list[int]:
 
 
 def _divisors(
-    sizes: list[int], windows: list[int], kernel: list[int], steps: list[int], pad: list[int], include: bool, override: int | None, like: torch.Tensor
+    sizes: list[int],
+    windows: list[int],
+    kernel: list[int],
+    steps: list[int],
+    pad: list[int],
+    include: bool,
+    override: int | None,
+    like: torch.Tensor,
 ) -> Any:
-    """Return how many elements each window counts: with ``include`` also elements of the padding, otherwise only the input's."""
+    """Return how many elements each window counts: with ``include`` also elements of the padding, otherwise only the
+    input's."""
     if override is not None:
         return override
     out: Any = 1.0
@@ -84,14 +94,18 @@ def _divisors(
             counts.append(float(end - start if include else min(end, size) - max(start, 0)))
         shape = [1] * len(sizes)
         shape[d] = count
-        divisors = aten.cat.default([torch.full([1], c, dtype=like.dtype) for c in counts]) if len(set(counts)) > 1 else torch.full([1], counts[0])
+        divisors = (
+            aten.cat.default([torch.full([1], c, dtype=like.dtype) for c in counts])
+            if len(set(counts)) > 1
+            else torch.full([1], counts[0])
+        )
         out = out * divisors.to(like.dtype).expand([count]).reshape(shape)
     return out
 
 
 def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callable[..., Any]:
-    """Decompose average pooling. Without ``everywhere``, return NotImplemented for calls that torchlib translates correctly: no ``ceil_mode``, no
-    ``divisor_override``, and either ``count_include_pad`` or no padding."""
+    """Decompose average pooling. Without ``everywhere``, return NotImplemented for calls that torchlib translates
+    correctly: no ``ceil_mode``, no ``divisor_override``, and either ``count_include_pad`` or no padding."""
 
     def forward(
         x: torch.Tensor,
@@ -109,10 +123,13 @@ def _average(spatial: int, operator: str, *, everywhere: bool = False) -> Callab
         sizes = list(x.shape[x.dim() - spatial :])
         if not all(isinstance(n, int) for n in sizes):
             raise ExportError.of(
-                operator, f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static"
+                operator,
+                f"{operator} of images of dynamic size has no ONNX translation as it is called here: make height and width static",
             )
         counts = [windows(n, k, s, p, ceil_mode) for n, k, s, p in zip(sizes, kernel, steps, pad, strict=True)]
-        end_pads = [max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)]
+        end_pads = [
+            max((w - 1) * s + k - n - p, 0) for w, s, k, n, p in zip(counts, steps, kernel, sizes, pad, strict=True)
+        ]
         planes = x.reshape([-1, 1, *sizes])
         widths = [n for p, b in zip(reversed(pad), reversed(end_pads), strict=True) for n in (p, b)]
         planes = aten.constant_pad_nd.default(planes, widths)
@@ -164,7 +181,10 @@ def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
 
 def _windows_of(size: Any, output_size: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return (size, output_size): the share of each element in each window of adaptive pooling."""
-    index, position = torch.arange(output_size, dtype=torch.float64), torch.arange(size, dtype=torch.float64).unsqueeze(1)
+    index, position = (
+        torch.arange(output_size, dtype=torch.float64),
+        torch.arange(size, dtype=torch.float64).unsqueeze(1),
+    )
     start, end = torch.floor(index * size / output_size), torch.ceil((index + 1) * size / output_size)
     return ((position >= start) & (position < end)).to(dtype) / (end - start).to(dtype)
 
@@ -177,7 +197,9 @@ def _padded_backward(spatial: int) -> Callable[..., Any]:
             d = x.dim() - 1 - i
             size, padded_size = x.shape[d], grad.shape[d]
             if not (isinstance(size, int) and isinstance(padded_size, int)):
-                raise ExportError("the gradient of replication padding of a dynamic size has no ONNX translation: make that dimension static")
+                raise ExportError(
+                    "the gradient of replication padding of a dynamic size has no ONNX translation: make that dimension static"
+                )
             source = (torch.arange(padded_size) - padding[2 * i]).clamp(0, size - 1)
             copies = (source.unsqueeze(1) == torch.arange(size).unsqueeze(0)).to(grad.dtype)
             grad = _along(grad, d, copies)
@@ -193,7 +215,10 @@ def _adaptive_maximum(spatial: int, operator: str) -> Callable[..., Any]:
     def forward(x: torch.Tensor, output_size: Sequence[int]) -> Any:
         sizes = x.shape[x.dim() - spatial :]
         if not all(isinstance(n, int) for n in sizes) or any(n % w for n, w in zip(sizes, output_size, strict=True)):
-            raise ExportError.of(operator, f"{operator} with windows of several sizes has no ONNX translation: let output sizes divide input sizes")
+            raise ExportError.of(
+                operator,
+                f"{operator} with windows of several sizes has no ONNX translation: let output sizes divide input sizes",
+            )
         kernel = [n // w for n, w in zip(sizes, output_size, strict=True)]
         return pool(x, kernel, kernel)
 

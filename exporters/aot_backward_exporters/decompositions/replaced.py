@@ -21,11 +21,16 @@ from .table import everywhere
 
 
 def without(graph: Graph, names: Collection[str], fake_mode: Any) -> Graph | None:
-    """Return a copy of ``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") decomposed as far as possible; None if no call
-    can be decomposed. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
+    """Return a copy of ``graph`` with calls of ``names`` ("aten.avg_pool2d", "aten._cdist_forward") decomposed as far
+    as possible; None if no call can be decomposed. ``fake_mode``: the ``FakeTensorMode`` of the capture."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     changed = False
-    with fake_mode, torch.no_grad(), torch_api.enable_python_dispatcher(), torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True):
+    with (
+        fake_mode,
+        torch.no_grad(),
+        torch_api.enable_python_dispatcher(),
+        torch_api.symbolic_shapes_config.patch(backed_size_oblivious=True),
+    ):
         for node in list(module.graph.nodes):
             if node.op == "call_function" and name_of(node.target) in names and node.target in everywhere():
                 changed |= _replace(node, everywhere()[node.target])

@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from .. import torch_api
-from . import attention, convolution, distances, elementwise, exponentials, indexing, layers, pooling, reductions, shapes
+from . import (
+    attention,
+    convolution,
+    distances,
+    elementwise,
+    exponentials,
+    indexing,
+    layers,
+    pooling,
+    reductions,
+    shapes,
+)
 
 _TABLES = (attention, convolution, distances, elementwise, exponentials, indexing, layers, pooling, reductions, shapes)
 

@@ -1,7 +1,9 @@
-"""A graph as canonical JSON: equal for two captures of one computation, different for any two that could compile differently.
+"""A graph as canonical JSON: equal for two captures of one computation, different for any two that could compile
+differently.
 
-Names of nodes and of symbols are replaced by their order of appearance; values of tensors do not count. Entries that cannot affect the code are
-excluded by name (``_NOT_COMPILED``). A value without a canonical form gets a random one, so that its graph is compiled every time.
+Names of nodes and of symbols are replaced by their order of appearance; values of tensors do not count. Entries that
+cannot affect the code are excluded by name (``_NOT_COMPILED``). A value without a canonical form gets a random one, so
+that its graph is compiled every time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _NOT_COMPILED = {
 
 @dataclass(frozen=True)
 class Canonical:
-    """A canonical graph. ``form`` is JSON. ``symbols``: each symbol of the capture that occurs -> its name in ``form``."""
+    """A canonical graph. ``form`` is JSON. ``symbols``: each symbol of the capture that occurs -> its name in
+    ``form``."""
 
     form: dict[str, Any]
     symbols: dict[sympy.Symbol, sympy.Symbol]
@@ -111,7 +114,8 @@ class _Writer:
         return ["tensor", *layout, [self.value(s) for s in tensor.shape], stride]
 
     def _attribute(self, module: GraphModule, name: str) -> list[Any]:
-        """Return a constant's name, layout, and the index of its weight: the library holds a weight with two names once."""
+        """Return a constant's name, layout, and the index of its weight: the library holds a weight with two names
+        once."""
         value = functools.reduce(getattr, name.split("."), module)
         if isinstance(value, GraphModule):
             return ["graph", name, self.graph(value)]

@@ -2,14 +2,18 @@
 
 The steps for each graph:
 
-1. Its canonical form, the settings and the versions of all compiling software give a key (:mod:`.cache_key`). If the cache has a library for that
-   key, neither Inductor nor g++ runs.
-2. Otherwise Inductor lowers a copy of it to C++ (:mod:`.lowering`), graph after graph in this process. Parameters and buffers stay out of
-   the code: every one of ``Graph.constants`` must be a constant of the library, to be bound by pointer, and no other constant may exist.
-3. On CPU, g++ runs for all graphs at once on the usable cores, while Inductor goes on with the next (:mod:`..toolchain.gcc`). Parts that all
-   libraries share are compiled once (:mod:`..toolchain.cpp_source`). On CUDA Inductor builds each library itself, Triton kernels embedded.
-4. The library loses its symbol table, its executable stack, and every path of this machine; its headers are read for the manifest.
-5. The cache stores it; ``folder`` gets a copy of it, its metadata and the JSON of operators that need the proxy executor.
+1. Its canonical form, the settings and the versions of all compiling software give a key (:mod:`.cache_key`). If the
+   cache has a library for that key, neither Inductor nor g++ runs.
+2. Otherwise Inductor lowers a copy of it to C++ (:mod:`.lowering`), graph after graph in this process. Parameters and
+   buffers stay out of the code: every one of ``Graph.constants`` must be a constant of the library, to be bound by
+   pointer, and no other constant may exist.
+3. On CPU, g++ runs for all graphs at once on the usable cores, while Inductor goes on with the next
+   (:mod:`..toolchain.gcc`). Parts that all libraries share are compiled once (:mod:`..toolchain.cpp_source`). On CUDA
+   Inductor builds each library itself, Triton kernels embedded.
+4. The library loses its symbol table, its executable stack, and every path of this machine; its headers are read for
+   the manifest.
+5. The cache stores it; ``folder`` gets a copy of it, its metadata and the JSON of operators that need the proxy
+   executor.
 """
 
 from __future__ import annotations
@@ -55,10 +59,12 @@ def compile_graphs(
     target: str = "cpu",
     progress: Progress = silent,
 ) -> dict[str, Artifact]:
-    """Compile ``graphs`` to native libraries, by name; write their files into ``folder``, which must exist and be this target's alone.
+    """Compile ``graphs`` to native libraries, by name; write their files into ``folder``, which must exist and be this
+    target's alone.
 
-    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment; lowering may add guards to it. ``target``: one of
-    :data:`.targets.KNOWN`. ``progress`` is called with the stages "lower" and "compile". Raises :class:`ExportError`.
+    ``fake_mode``: the ``FakeTensorMode`` of the capture, with its shape environment; lowering may add guards to it.
+    ``target``: one of :data:`.targets.KNOWN`. ``progress`` is called with the stages "lower" and "compile". Raises
+    :class:`ExportError`.
     """
     if target.startswith("cuda:"):
         device = cross_compile.check(target)
@@ -73,8 +79,8 @@ def compile_graphs(
 
 @contextlib.contextmanager
 def shared_parts_started(names: Sequence[str]) -> Iterator[None]:
-    """If the compile cache is new, compile the parts that all libraries for these targets share while the caller captures its program: they take g++
-    15 s of one core. The flags are those of a graph of one operator."""
+    """If the compile cache is new, compile the parts that all libraries for these targets share while the caller
+    captures its program: they take g++ 15 s of one core. The flags are those of a graph of one operator."""
     processors = [processor(name) for name in names if name.startswith("cpu") and name != "cpu:wasm"]
     if not is_new() or not processors:
         yield
@@ -102,7 +108,9 @@ def _lower_one_operator(folder: Path, built_for: Processor) -> None:
     lower(one, canonical_graph(one, fake_mode.shape_env), folder, fake_mode, 0, built_for)
 
 
-def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, progress: Progress) -> dict[str, Artifact]:
+def _compiled(
+    graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str, progress: Progress
+) -> dict[str, Artifact]:
     for graph in graphs if target.startswith("cuda") else ():
         _refuse_elsewhere(graph)
     forms = {graph.name: canonical_graph(graph, fake_mode.shape_env) for graph in graphs}
@@ -119,7 +127,8 @@ def _compiled(graphs: Sequence[Graph], folder: Path, fake_mode: Any, target: str
 
 
 def _refuse_elsewhere(graph: Graph) -> None:
-    """Raise :class:`ExportError` for a CPU constant: libraries are bound only to tensors on their device, so the host would follow a GPU pointer."""
+    """Raise :class:`ExportError` for a CPU constant: libraries are bound only to tensors on their device, so the host
+    would follow a GPU pointer."""
     for key, tensor in graph.constants.values():
         if tensor.device.type != "cuda":
             raise ExportError(
@@ -130,7 +139,9 @@ def _refuse_elsewhere(graph: Graph) -> None:
 _Missing = dict[str, tuple[Graph, Canonical]]
 
 
-def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
+def _compile_on_cpu(
+    graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress
+) -> dict[str, CachedLibrary]:
     """Lower one graph after another while g++ compiles the finished ones."""
     code, commands, compile_jobs = {}, {}, {}
     num_guards = len(fake_mode.shape_env.guards)
@@ -151,7 +162,9 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
                         raise ExportError(reason) from error
                     raise
         libraries = {key: work / key / "library.so" for key in graphs}
-        link_jobs = [builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()]
+        link_jobs = [
+            builder.link(graph.name, commands[key], work / key, libraries[key]) for key, (graph, _) in graphs.items()
+        ]
         for num_done, link_job in enumerate(link_jobs, 1):
             link_job.result()
             progress("compile", num_done, len(graphs))
@@ -159,14 +172,19 @@ def _compile_on_cpu(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pro
 
 
 def _does_not_compile(graph: Graph, message: str) -> str:
-    """Return an error message with the operators and lines of the rejected code; "" if ``message`` names none of Inductor's loops."""
+    """Return an error message with the operators and lines of the rejected code; "" if ``message`` names none of
+    Inductor's loops."""
     fused_names = {f"_{name}_" for name in re.findall(r"\bcpp_fused_(\w+)_\d+\b", message)}
     calls = [n for n in graph.module.graph.nodes if isinstance(n.target, torch_api.OpOverload)]
-    nodes = [n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused_names)]
+    nodes = [
+        n for n in calls if any(f"_{n.target.overloadpacket.__name__.strip('_')}_" in name for name in fused_names)
+    ]
     if not nodes:
         return ""
     lines: dict[Line, None] = dict.fromkeys(n.meta[LINE] for n in nodes if LINE in n.meta)
-    location = "; ".join(f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines)
+    location = "; ".join(
+        f"in {line.function} ({line.file.rpartition('/')[2]}:{line.number}: {line.text})" for line in lines
+    )
     dtypes = sorted({str(n.meta["val"].dtype) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)})
     return (
         f"{graph.name}: the C++ compiler rejects the code that Inductor generates for {', '.join(dict.fromkeys(str(n.target) for n in nodes))} "
@@ -175,7 +193,9 @@ def _does_not_compile(graph: Graph, message: str) -> str:
     )
 
 
-def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress) -> dict[str, CachedLibrary]:
+def _compile_on_cuda(
+    graphs: _Missing, work: Path, fake_mode: Any, built_for: Processor, progress: Progress
+) -> dict[str, CachedLibrary]:
     """Let Inductor build each library: other tools than g++ make the objects with the kernels' machine code."""
     entries = {}
     num_guards = len(fake_mode.shape_env.guards)
@@ -191,13 +211,16 @@ def _compile_on_cuda(graphs: _Missing, work: Path, fake_mode: Any, built_for: Pr
 
 
 def _assume(guards: Sequence[str], form: Canonical, shape_env: Any) -> None:
-    """Add the compiler's assumptions to ``shape_env``, so that a cached library leaves the same guards as compiling does."""
+    """Add the compiler's assumptions to ``shape_env``, so that a cached library leaves the same guards as compiling
+    does."""
     symbols = {str(new): symbol for symbol, new in form.symbols.items()}
     for guard in guards:
         guard_expr = sympy.sympify(guard, locals=vars(torch_api.sympy_functions))
         expression = guard_expr.xreplace({symbol: symbols[str(symbol)] for symbol in guard_expr.free_symbols})
         if not shape_env.evaluate_expr(expression):  # adds it as a guard
-            raise ExportError(f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug")
+            raise ExportError(
+                f"the compile cache holds a library for other sizes than the example's ({guard}); report this as a bug"
+            )
 
 
 def _finish(key: str, code: GeneratedCode, library: Path, work: Path) -> CachedLibrary:
@@ -233,14 +256,19 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
         needed=elf.needed if elf else (),
         glibc=elf.versions["GLIBC"] if elf else "",
         glibcxx=elf.versions.get("GLIBCXX", "") if elf else "",
-        operators=tuple(sorted({node["node"]["target"] for node in json.loads(entry.extern or '{"nodes": []}')["nodes"]})),
+        operators=tuple(
+            sorted({node["node"]["target"] for node in json.loads(entry.extern or '{"nodes": []}')["nodes"]})
+        ),
     )
 
 
 def _key(form: Canonical, target: str, graph: Graph) -> str:
     """Return the digest of everything that the library depends on: the graph, Inductor's settings, and all versions."""
     command = gcc.compiler(processor(target).machine)
-    overrides = {"emulate_precision_casts": selections.is_rounded(graph.module), "cpp.enable_kernel_profile": graph.profiled}
+    overrides = {
+        "emulate_precision_casts": selections.is_rounded(graph.module),
+        "cpp.enable_kernel_profile": graph.profiled,
+    }
     with torch_api.inductor_config.patch({**settings_for(processor(target)), **overrides}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(

@@ -1,7 +1,9 @@
-"""Converts complex arguments of operators to tensors: neither generated C++ nor the proxy executor can pass a complex number to an operator.
+"""Converts complex arguments of operators to tensors: neither generated C++ nor the proxy executor can pass a complex
+number to an operator.
 
-A number becomes a 0-d tensor of the dtype that eager computes in, so the result has eager's dtype. Real numbers become tensors if an operator
-on complex tensors takes a tensor: generated C++ would pass a float64 tensor, which would turn a complex64 scalar into a complex128 one.
+A number becomes a 0-d tensor of the dtype that eager computes in, so the result has eager's dtype. Real numbers become
+tensors if an operator on complex tensors takes a tensor: generated C++ would pass a float64 tensor, which would turn a
+complex64 scalar into a complex128 one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ aten = torch.ops.aten
 
 
 def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
-    """Replace them in ``module`` and in its control-flow bodies. Raise :class:`ExportError` for an operator without another form."""
+    """Replace them in ``module`` and in its control-flow bodies. Raise :class:`ExportError` for an operator without
+    another form."""
     _fold_numbers(module)
     queue = list(module.graph.nodes)
     with fake_mode:
@@ -39,7 +42,8 @@ def complex_numbers_as_tensors(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _fold_numbers(module: GraphModule) -> None:
-    """Fold tensor operators with only numbers as arguments, such as ``_conj`` in the gradient of a product with a number, into a number."""
+    """Fold tensor operators with only numbers as arguments, such as ``_conj`` in the gradient of a product with a
+    number, into a number."""
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch_api.OpOverload) or node.all_input_nodes:
             continue
@@ -72,26 +76,32 @@ def _replaced(node: Node) -> Sequence[Node]:
             with node.graph.inserting_before(node):
                 _replace(node, _filled(node.graph, size, complex(number), tensors[0]))
         return ()
-    positions = {i for i, (value, kind) in enumerate(typed_args) if _is_number(value) and isinstance(kind, torch.TensorType)}
+    positions = {
+        i for i, (value, kind) in enumerate(typed_args) if _is_number(value) and isinstance(kind, torch.TensorType)
+    }
     positions |= {i for i, (value, _) in enumerate(typed_args) if isinstance(value, complex)}
     if not positions and not has_number:
         return ()
     overload = _taking_tensors(target, positions) if positions and isinstance(node.meta["val"], torch.Tensor) else None
     if target is aten.scatter.value or (target is aten.pow.Tensor_Scalar and node.args[1].imag == 0):  # type: ignore[union-attr]
-        overload = None  # scatter.src takes a tensor of the index's shape; eager has separate kernels for a square or a root
+        # scatter.src takes a tensor of the index's shape; eager has separate kernels for a square or a root
+        overload = None
     if overload is None:
         return _written_out(node)
     min_dtype = torch.complex64 if has_number else torch.bool
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors), min_dtype)
     with node.graph.inserting_before(node):
         like = torch.empty((), dtype=dtype, device=tensors[0].device)
-        values = [_filled(node.graph, [], value, like) if i in positions else value for i, (value, _) in enumerate(typed_args)]
+        values = [
+            _filled(node.graph, [], value, like) if i in positions else value for i, (value, _) in enumerate(typed_args)
+        ]
         _replace(node, _call_by_schema(node.graph, overload, values))
     return ()
 
 
 def _typed_arguments(node: Node) -> list[tuple[Any, Any]]:
-    """Return the arguments of a call in schema order, with their types; an optional argument has its non-optional type."""
+    """Return the arguments of a call in schema order, with their types; an optional argument has its non-optional
+    type."""
     kinds = [a.real_type for a in node.target._schema.arguments]  # type: ignore[union-attr]
     kinds = [kind.getElementType() if isinstance(kind, torch.OptionalType) else kind for kind in kinds]
     return list(zip(arguments(node).values(), kinds, strict=True))
@@ -102,7 +112,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
-    """Return a tensor filled with ``number``, of the dtype and device of ``like``; a real number stays real, which promotes to the same."""
+    """Return a tensor filled with ``number``, of the dtype and device of ``like``; a real number stays real, which
+    promotes to the same."""
     options = {"dtype": like.dtype.to_real(), "device": like.device}
     if not size and not isinstance(number, complex):
         return call(graph, aten.full.default, [], number, **options)
@@ -112,12 +123,18 @@ def _filled(graph: Any, size: Any, number: Any, like: torch.Tensor) -> Node:
 
 def _call_by_schema(graph: Any, target: Any, values: Sequence[Any]) -> Node:
     bound = list(zip(target._schema.arguments, values, strict=True))
-    return call(graph, target, *(v for a, v in bound if not a.kwarg_only), **{a.name: v for a, v in bound if a.kwarg_only})
+    return call(
+        graph, target, *(v for a, v in bound if not a.kwarg_only), **{a.name: v for a, v in bound if a.kwarg_only}
+    )
 
 
 def _taking_tensors(target: Any, positions: set[int]) -> Any:
-    """Return ``target`` or another overload with the same arguments but tensors in ``positions``; None if there is none."""
-    kinds = [str(torch.TensorType.get()) if i in positions else str(a.real_type) for i, a in enumerate(target._schema.arguments)]
+    """Return ``target`` or another overload with the same arguments but tensors in ``positions``; None if there is
+    none."""
+    kinds = [
+        str(torch.TensorType.get()) if i in positions else str(a.real_type)
+        for i, a in enumerate(target._schema.arguments)
+    ]
     packet = target.overloadpacket
     for overload in (target, *(getattr(packet, name) for name in packet.overloads())):
         if [str(a.real_type) for a in overload._schema.arguments] == kinds and not overload._schema.is_mutable:
@@ -128,7 +145,10 @@ def _taking_tensors(target: Any, positions: set[int]) -> Any:
 def _replace(node: Node, new: Node) -> None:
     before, after = node.meta["val"], new.meta["val"]
     if (before.dtype, before.shape) != (after.dtype, after.shape):
-        raise ExportError.of(node.target, f"{node.target} with complex numbers as tensors gives {after}, expected {before}. Report this as a bug.")
+        raise ExportError.of(
+            node.target,
+            f"{node.target} with complex numbers as tensors gives {after}, expected {before}. Report this as a bug.",
+        )
     new.meta = {**node.meta, "val": after}
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
@@ -177,7 +197,9 @@ def _sum(self: torch.Tensor, product: torch.Tensor, beta: Any, alpha: Any) -> to
 _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: lambda self, other, alpha: self + other * alpha,
     aten.sub.Tensor: lambda self, other, alpha: self - other * alpha,
-    aten.pow.Tensor_Scalar: lambda self, exponent: self.to(torch.promote_types(self.dtype, torch.complex64)) ** exponent.real,
+    aten.pow.Tensor_Scalar: lambda self, exponent: (
+        self.to(torch.promote_types(self.dtype, torch.complex64)) ** exponent.real
+    ),
     aten.scatter.value: lambda self, dim, index, value: self.scatter(dim, index, self.new_full(index.shape, value)),
     aten.addcmul.default: lambda self, tensor1, tensor2, value: self + tensor1 * tensor2 * value,
     aten.addcdiv.default: lambda self, tensor1, tensor2, value: self + tensor1 / tensor2 * value,

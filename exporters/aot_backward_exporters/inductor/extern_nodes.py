@@ -1,4 +1,5 @@
-"""Inductor's JSON for operators without their own C function. torch's proxy executor reads it in the process that loads the library."""
+"""Inductor's JSON for operators without their own C function. torch's proxy executor reads it in the process that loads
+the library."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _DTYPE_NUMBERS = {n: n - 1 for n in range(1, 13)} | {13: 15, 28: 27, 29: 24, 30:
 def as_executed(data: bytes) -> bytes:
     """Return ``data`` in the form that this version's proxy executor understands.
 
-    Exported programs and C++ number the dtypes differently. The executor of torch 2.11 confuses the two (``float64``, 8, with
-    ``complex32``), and 2.12 translates them: for 2.11 this function writes C++'s numbers.
+    Exported programs and C++ number the dtypes differently. The executor of torch 2.11 confuses the two (``float64``,
+    8, with ``complex32``), and 2.12 translates them: for 2.11 this function writes C++'s numbers.
     """
     return data if torch_api.at_least("2.12") else json.dumps(_renumbered(json.loads(data))).encode()
 

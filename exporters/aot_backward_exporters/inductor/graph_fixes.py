@@ -14,13 +14,18 @@ from ..rewrites.graph_edit import call
 
 aten = torch.ops.aten
 
-KERNELS = (aten.convolution_backward.default, aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
-"""Operators with an eager CPU kernel that is faster than Inductor's lowering. For pooling Inductor has code of its own: a step of two convolutions
-with pooling, 256 rows, takes 1.75 ms with the kernels and 2.7 to 3.7 with generated code. The pooling of most images, though not its gradient, is
-rewritten (``rewrites.max_pooling``). For the backward of a convolution Inductor calls the kernel, too, but first stores the images in the order of
-the weight's gradient (torch 2.13), which for a depthwise convolution is never channels last: gradients of a ConvNeXt of 3.4 million parameters took
-1.17 and 1.20 times as long with one thread and two. Ordering them would also fix dynamic sizes. Small convolutions are rewritten, too
-(``rewrites.small_convolution``)."""
+KERNELS = (
+    aten.convolution_backward.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool2d_with_indices_backward.default,
+)
+"""Operators with an eager CPU kernel that is faster than Inductor's lowering. For pooling Inductor has code of its own:
+a step of two convolutions with pooling, 256 rows, takes 1.75 ms with the kernels and 2.7 to 3.7 with generated code.
+The pooling of most images, though not its gradient, is rewritten (``rewrites.max_pooling``). For the backward of a
+convolution Inductor calls the kernel, too, but first stores the images in the order of the weight's gradient (torch
+2.13), which for a depthwise convolution is never channels last: gradients of a ConvNeXt of 3.4 million parameters took
+1.17 and 1.20 times as long with one thread and two. Ordering them would also fix dynamic sizes. Small convolutions are
+rewritten, too (``rewrites.small_convolution``)."""
 
 
 _ADAPTIVE_POOLING = (aten._adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default)
@@ -56,16 +61,19 @@ def call_kernels(module: GraphModule) -> None:
 def _miscompiled(node: Node) -> bool:
     """Return whether Inductor generates wrong code for the call.
 
-    The backward of average pooling with ``ceil_mode`` divides by the whole window if it reaches beyond the padded input; eager divides by the part
-    inside.
+    The backward of average pooling with ``ceil_mode`` divides by the whole window if it reaches beyond the padded
+    input; eager divides by the part inside.
     """
     aten = torch.ops.aten
     return node.target in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default) and bool(node.args[5])
 
 
 def _would_fix_sizes(node: Node) -> bool:
-    """Return whether Inductor's lowering (torch 2.13) fixes dynamic sizes: of adaptive pooling, to write the windows out."""
-    return node.target in _ADAPTIVE_POOLING and any(isinstance(s, torch.SymInt) for s in node.all_input_nodes[0].meta["val"].shape)
+    """Return whether Inductor's lowering (torch 2.13) fixes dynamic sizes: of adaptive pooling, to write the windows
+    out."""
+    return node.target in _ADAPTIVE_POOLING and any(
+        isinstance(s, torch.SymInt) for s in node.all_input_nodes[0].meta["val"].shape
+    )
 
 
 _WRITES_INTO_FIRST = frozenset({
@@ -76,7 +84,8 @@ _WRITES_INTO_FIRST = frozenset({
 
 
 def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
-    """Copy expanded inputs that such an operator, or control flow, writes into: a write to one element would change several."""
+    """Copy expanded inputs that such an operator, or control flow, writes into: a write to one element would change
+    several."""
     for node in list(module.graph.nodes):
         if node.target in _WRITES_INTO_FIRST:
             operands = [node.args[0]]
@@ -86,9 +95,13 @@ def expanded_arguments_copied(module: GraphModule, fake_mode: Any) -> None:
             continue
         for operand in operands:
             value = operand.meta.get("val")
-            if isinstance(value, torch.Tensor) and any(type(stride) is int and stride == 0 for stride in value.stride()):
+            if isinstance(value, torch.Tensor) and any(
+                type(stride) is int and stride == 0 for stride in value.stride()
+            ):
                 with module.graph.inserting_before(node), fake_mode:
-                    clone = call(module.graph, torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format)
+                    clone = call(
+                        module.graph, torch.ops.aten.clone.default, operand, memory_format=torch.contiguous_format
+                    )
                 node.replace_input_with(operand, clone)
     for _, child in module.named_children():
         if isinstance(child, GraphModule):
@@ -100,7 +113,8 @@ _INDEXED = {torch.ops.aten.gather.default: 2, torch.ops.aten.embedding.default: 
 
 
 def refuse_negative_indices(module: GraphModule, fake_mode: Any) -> None:
-    """Replace a negative index by a too large one, which the generated code checks: in torch 2.11 and 2.12 it counts negative ones from the end."""
+    """Replace a negative index by a too large one, which the generated code checks: in torch 2.11 and 2.12 it counts
+    negative ones from the end."""
     if torch_api.at_least("2.13"):
         return
     aten = torch.ops.aten

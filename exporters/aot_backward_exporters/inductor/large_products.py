@@ -11,17 +11,22 @@ from torch.fx import GraphModule
 from ..toolchain.products import LEAST_LOOP_WEIGHT
 
 _LEAST = 2**23
-"""Multiplications from which on oneDNN is faster on the processors that use it. Below, it has 0.2 to 1.0 of MKL's speed."""
+"""Multiplications from which on oneDNN is faster on the processors that use it. Below, it has 0.2 to 1.0 of MKL's
+speed."""
 _LEAST_DYNAMIC = 2**27
-"""The same if a size is dynamic: oneDNN compiles code for each new size in 0.2 to 0.8 ms. A product of 2^27 multiplications takes MKL 2.7 ms."""
+"""The same if a size is dynamic: oneDNN compiles code for each new size in 0.2 to 0.8 ms. A product of 2^27
+multiplications takes MKL 2.7 ms."""
 _DYNAMIC_SIZE = 1024  # a guess at a batch, or at a number of atoms
 
 
 def least(module: GraphModule) -> int:
-    """Return the multiplications from which on a product of ``module`` may be oneDNN's; 0 if it has none so large, and no loop a large weight."""
+    """Return the multiplications from which on a product of ``module`` may be oneDNN's; 0 if it has none so large, and
+    no loop a large weight."""
     in_loops = [size for child in module.children() if isinstance(child, GraphModule) for size in _sizes(child)]
     sizes = _sizes(module) + in_loops
-    are_large = any(_product(each) >= _LEAST for each in sizes) or any(_product(each[1:]) >= LEAST_LOOP_WEIGHT for each in in_loops)
+    are_large = any(_product(each) >= _LEAST for each in sizes) or any(
+        _product(each[1:]) >= LEAST_LOOP_WEIGHT for each in in_loops
+    )
     if not are_large:
         return 0
     return _LEAST_DYNAMIC if any(isinstance(s, torch.SymInt) for each in sizes for s in each) else _LEAST

@@ -1,7 +1,7 @@
 """Rewrite each ``scan`` as a ``while_loop``, as Inductor does, with fewer copies.
 
-Inductor's own rewrite carries all rows through the loop, and copies each flipped operand and result of a scan from the last row to the first. Here
-rows are additional inputs, and a flipped operand or result is read or written from its end.
+Inductor's own rewrite carries all rows through the loop, and copies each flipped operand and result of a scan from the
+last row to the first. Here rows are additional inputs, and a flipped operand or result is read or written from its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ aten = torch.ops.aten
 
 
 def scans_as_loops(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrite the scans of ``module`` and its subgraphs. Enter neither grad mode nor a mode in which comparing a size adds a guard."""
+    """Rewrite the scans of ``module`` and its subgraphs. Enter neither grad mode nor a mode in which comparing a size
+    adds a guard."""
     with fake_mode, torch_api.enable_python_dispatcher():
         for number, node in enumerate(module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)):
             _as_loop(module, node, number)
@@ -38,16 +39,24 @@ def _as_loop(module: GraphModule, node: Node, number: int) -> None:
     flips = [row is not operand for row, operand in zip(rows, operands, strict=True)]
     row_outputs = node.meta["val"][len(init) :]
     results = [[user for user in node.users if user.args[1] == len(init) + k] for k in range(len(row_outputs))]
-    output_flips = [bool(users) and all(_is_flip(reader) for user in users for reader in user.users) for users in results]
+    output_flips = [
+        bool(users) and all(_is_flip(reader) for user in users for reader in user.users) for users in results
+    ]
 
     inner = getattr(module, body.target)
     (output,) = inner.graph.find_nodes(op="output")
     states = [n.meta["val"] for n in output.args[0][: len(init)]]
 
     def prepared(*args: Any) -> list[torch.Tensor]:
-        sizes = {size.node.expr: size for value in args for size in value.shape if isinstance(size, torch.SymInt)}  # the ones traced here
-        shapes = [[sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape] for s in row_outputs]
-        buffers = [torch.empty(shape, dtype=s.dtype, device=s.device) for shape, s in zip(shapes, row_outputs, strict=True)]
+        # The ones traced here
+        sizes = {size.node.expr: size for value in args for size in value.shape if isinstance(size, torch.SymInt)}
+        shapes = [
+            [sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape]
+            for s in row_outputs
+        ]
+        buffers = [
+            torch.empty(shape, dtype=s.dtype, device=s.device) for shape, s in zip(shapes, row_outputs, strict=True)
+        ]
         return buffers + [with_strides(value, like) for value, like in zip(args, states, strict=False)]
 
     inputs = [n for n in (*init, *operands, *others) if isinstance(n, Node)]
@@ -98,19 +107,33 @@ def _start(graph: Graph, carried_inputs: Any, additional_inputs: Any, rows_at: i
 
 
 def _body(
-    inner: GraphModule, carried_inputs: Any, additional_inputs: Any, outs: int, states: int, flips: list[bool], output_flips: list[bool]
+    inner: GraphModule,
+    carried_inputs: Any,
+    additional_inputs: Any,
+    outs: int,
+    states: int,
+    flips: list[bool],
+    output_flips: list[bool],
 ) -> Graph:
     graph = Graph()
     *inputs, length = _start(graph, carried_inputs, additional_inputs, len(carried_inputs))
     counter, buffers, carry = inputs[0], inputs[1 : 1 + outs], inputs[1 + outs : len(carried_inputs)]
-    rows, others = inputs[len(carried_inputs) : len(carried_inputs) + len(flips)], inputs[len(carried_inputs) + len(flips) :]
+    rows, others = (
+        inputs[len(carried_inputs) : len(carried_inputs) + len(flips)],
+        inputs[len(carried_inputs) + len(flips) :],
+    )
     step: Any = call(graph, aten._local_scalar_dense.default, counter)
-    step.meta["unbacked_bindings"] = torch_api.compute_unbacked_bindings(counter.meta["val"].fake_mode.shape_env, step.meta["val"])
+    step.meta["unbacked_bindings"] = torch_api.compute_unbacked_bindings(
+        counter.meta["val"].fake_mode.shape_env, step.meta["val"]
+    )
     for in_bounds in (call(graph, operator.ge, step, 0), call(graph, operator.lt, step, length)):
         call(graph, aten._assert_scalar.default, in_bounds, "the loop left its rows")
     last = call(graph, operator.sub, length, 1) if isinstance(length, Node) else length - 1
     reverse_step = call(graph, operator.sub, last, step)
-    row_slices = [call(graph, aten.select.int, row, 0, reverse_step if flip else step) for row, flip in zip(rows, flips, strict=True)]
+    row_slices = [
+        call(graph, aten.select.int, row, 0, reverse_step if flip else step)
+        for row, flip in zip(rows, flips, strict=True)
+    ]
     mapping = dict(zip(inner.graph.find_nodes(op="placeholder"), (*carry, *row_slices, *others), strict=True))
     results: Any = graph.graph_copy(inner.graph, mapping)
     for result, buffer, flip in zip(results[states:], buffers, output_flips, strict=True):

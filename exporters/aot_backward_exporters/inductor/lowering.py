@@ -1,4 +1,5 @@
-"""Lowers one graph to C++ files with Inductor: every parameter and buffer is a constant of the library, bound by pointer."""
+"""Lowers one graph to C++ files with Inductor: every parameter and buffer is a constant of the library, bound by
+pointer."""
 
 from __future__ import annotations
 
@@ -48,10 +49,14 @@ class GeneratedCode:
         return next((f for f in self.files if f.name.endswith(suffix)), None)
 
 
-def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor) -> GeneratedCode:
-    """Lower ``graph``. ``known``: the capture's number of guards. All later ones count as this graph's: an earlier graph's may have shaped its code.
+def lower(
+    graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: int, built_for: Processor
+) -> GeneratedCode:
+    """Lower ``graph``. ``known``: the capture's number of guards. All later ones count as this graph's: an earlier
+    graph's may have shaped its code.
 
-    Sizes stay dynamic. If Inductor cannot avoid comparing two (``evaluate_min`` of a diagonal's sides), the comparison becomes a guard."""
+    Sizes stay dynamic. If Inductor cannot avoid comparing two (``evaluate_min`` of a diagonal's sides), the comparison
+    becomes a guard."""
     try:
         try:
             return _lowered(graph, form, folder, fake_mode, known, built_for, open_sizes=True)
@@ -74,7 +79,15 @@ def lower(graph: Graph, form: Canonical, folder: Path, fake_mode: Any, known: in
 
 
 def _lowered(
-    graph: Graph, form: Canonical, folder: Path, fake_mode: Any, num_guards: int, built_for: Processor, *, open_sizes: bool, update_calls: bool = True
+    graph: Graph,
+    form: Canonical,
+    folder: Path,
+    fake_mode: Any,
+    num_guards: int,
+    built_for: Processor,
+    *,
+    open_sizes: bool,
+    update_calls: bool = True,
 ) -> GeneratedCode:
     config, V = torch_api.inductor_config, torch_api.V
     module = graph_fixes.copied(graph.module)
@@ -101,7 +114,9 @@ def _lowered(
             patches.torch_warnings_ignored(),
             patches.missing_kernels_unlogged(),
             V.set_aot_compilation(True),
-            config.patch({**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}),
+            config.patch(
+                {**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}
+            ),
             config.patch(torch_api.get_cpp_wrapper_config()),
             config.patch({"emulate_precision_casts": rounds, "cpp.enable_kernel_profile": graph.profiled}),
             V.set_fake_mode(fake_mode),
@@ -115,20 +130,31 @@ def _lowered(
             patches.donating(graph, fake_mode) as donates_inputs,
         ):
             compiled_graph = torch_api.compile_fx_inner(
-                module, inputs, static_input_idxs=[], is_inference=not donates_inputs, is_backward=donates_inputs, cpp_wrapper=True
+                module,
+                inputs,
+                static_input_idxs=[],
+                is_inference=not donates_inputs,
+                is_backward=donates_inputs,
+                cpp_wrapper=True,
             )
     except torch_api.InductorError:
         if not calls_updates:
             raise
-        # Inductor may make several loops of an update. It is private code: the exports of a torch in which it differs still succeed, only slower.
-        return _lowered(graph, form, folder, fake_mode, num_guards, built_for, open_sizes=open_sizes, update_calls=False)
+        # Inductor may make several loops of an update. It is private code: the exports of a torch in which it differs
+        # still succeed, only slower.
+        return _lowered(
+            graph, form, folder, fake_mode, num_guards, built_for, open_sizes=open_sizes, update_calls=False
+        )
     files = tuple(Path(f) for f in compiled_graph.filename)
     wrapper = next(f for f in files if f.name.endswith(".wrapper.cpp")).read_text()
-    new_guards = [g.expr for g in fake_mode.shape_env.guards[num_guards:] if not g.expr.free_symbols.isdisjoint(form.symbols)]
+    new_guards = [
+        g.expr for g in fake_mode.shape_env.guards[num_guards:] if not g.expr.free_symbols.isdisjoint(form.symbols)
+    ]
     code = GeneratedCode(
         wrapper=wrapper,
         files=files,
-        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new_guards],  # as text, torch's // would return as a fraction
+        # As text, torch's // would return as a fraction
+        guards=[sympy.srepr(guard.xreplace(form.symbols)) for guard in new_guards],
         # Only the other graph can interpret a guard that ties this graph's sizes to its own.
         least_product=least_product,
         cacheable=all(guard.free_symbols <= form.symbols.keys() for guard in new_guards),
@@ -140,8 +166,11 @@ def _lowered(
 def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
     for name, attribute in constants.items():
         if attribute not in graph.constants:
-            raise ExportError(f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer")
-    bound = {graph.constants[attribute][0] for attribute in constants.values()}  # tied weights have two attributes and one weight
+            raise ExportError(
+                f"{graph.name}: the graph holds a tensor that is neither parameter nor buffer ({name}): register it as a buffer"
+            )
+    # Tied weights have two attributes and one weight
+    bound = {graph.constants[attribute][0] for attribute in constants.values()}
     for weight, _ in graph.constants.values():
         if weight not in bound:
             raise ExportError(
@@ -150,10 +179,15 @@ def _check_constants(graph: Graph, constants: dict[str, str]) -> None:
 
 
 def _operator_of(error: BaseException) -> str:
-    """Return the operator that Inductor was lowering when it raised, from the local variables of its frames; "" if none holds a node."""
+    """Return the operator that Inductor was lowering when it raised, from the local variables of its frames; "" if none
+    holds a node."""
     operator = ""
     for exception in (error, error.__cause__, getattr(error, "inner_exception", None)):
         for frame, _ in traceback.walk_tb(exception.__traceback__ if exception is not None else None):
-            nodes = [v for k, v in frame.f_locals.items() if k in ("n", "node", "fx_node", "origin_node") and isinstance(v, torch.fx.Node)]
+            nodes = [
+                v
+                for k, v in frame.f_locals.items()
+                if k in ("n", "node", "fx_node", "origin_node") and isinstance(v, torch.fx.Node)
+            ]
             operator = next((str(v.target) for v in nodes if v.op == "call_function"), operator)
     return operator

@@ -23,11 +23,13 @@ from .targets import Processor
 
 @contextlib.contextmanager
 def torch_warnings_ignored() -> Iterator[None]:
-    """Ignore torch's own deprecation warnings: if the caller's filters turn them into errors, the affected graphs cannot compile."""
+    """Ignore torch's own deprecation warnings: if the caller's filters turn them into errors, the affected graphs
+    cannot compile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice on speed: "bf16 and fp16 are mixed in the scheduler node"
+        # Advice on speed: "bf16 and fp16 are mixed in the scheduler node"
+        warnings.filterwarnings("ignore", module=r"torch\._inductor")
         yield
 
 
@@ -35,7 +37,8 @@ def torch_warnings_ignored() -> Iterator[None]:
 def missing_kernels_unlogged() -> Iterator[None]:
     """Keep Inductor from logging that an operator has no Inductor kernel and calls PyTorch's, which is intended.
 
-    The caller's log stays the same in other threads, and if it asks for more than warnings (``TORCH_LOGS=+inductor``)."""
+    The caller's log stays the same in other threads, and if it asks for more than warnings
+    (``TORCH_LOGS=+inductor``)."""
     logger, thread = torch_api.inductor_ir_log, threading.get_ident()
 
     def keep(record: logging.LogRecord) -> bool:
@@ -55,9 +58,10 @@ def missing_kernels_unlogged() -> Iterator[None]:
 def sizes_left_open() -> Iterator[None]:
     """Keep Inductor from narrowing a dynamic size to the example's side of a limit that matters only for speed.
 
-    Inductor has another way to sum more than 4096 floats; that accurate way serves any number (a bias gradient adds up over the batch). The size also
-    selects the library of a convolution, and whether a product of at most 16 rows is written out. A view's strides do not depend on whether a size
-    is 1. The smaller of two sizes is found by comparing only these two.
+    Inductor has another way to sum more than 4096 floats; that accurate way serves any number (a bias gradient adds up
+    over the batch). The size also selects the library of a convolution, and whether a product of at most 16 rows is
+    written out. A view's strides do not depend on whether a size is 1. The smaller of two sizes is found by comparing
+    only these two.
     """
     kernel, V, sizes = torch_api.CppKernel, torch_api.V, torch_api.SizeVarAllocator
     original, minimum = kernel.need_use_acc_helper, sizes.evaluate_min
@@ -84,25 +88,29 @@ def sizes_left_open() -> Iterator[None]:
 
 
 def dtype_rules_made_once() -> contextlib.AbstractContextManager[None]:
-    """Inductor (torch 2.13) has one object with the rules for dtypes, and fills it again for each operator of each loop: 0.2 ms, 4 % of the export of
-    a MobileNet's training step."""
+    """Inductor (torch 2.13) has one object with the rules for dtypes, and fills it again for each operator of each
+    loop: 0.2 ms, 4 % of the export of a MobileNet's training step."""
     rules = torch_api.DtypePropagationOpsHandler
     rules()
     return patched(rules, __init__=lambda self: None)
 
 
 def exact_expm1() -> contextlib.AbstractContextManager[None]:
-    """Compile ``expm1`` to a call of the vector library, as in eager. Inductor writes exp(x) - 1, which is 0 for x = 1e-8."""
+    """Compile ``expm1`` to a call of the vector library, as in eager. Inductor writes exp(x) - 1, which is 0 for x =
+    1e-8."""
     return patched(torch_api.CppVecOverrides, expm1=staticmethod(lambda x: f"{x}.expm1()"))
 
 
 @contextlib.contextmanager
 def values_rounded_once() -> Iterator[None]:
-    """Do not round a 16-bit value again that was only converted to float32. Inductor (torch 2.13) rounds for ``emulate_precision_casts``, for a call
-    of ``rounded``, and to store it: a MobileNet's gradients under autocast took 161 ms instead of 142."""
+    """Do not round a 16-bit value again that was only converted to float32. Inductor (torch 2.13) rounds for
+    ``emulate_precision_casts``, for a call of ``rounded``, and to store it: a MobileNet's gradients under autocast took
+    161 ms instead of 142."""
 
     def noting(original: Any) -> Any:
-        def to_dtype(x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True) -> Any:
+        def to_dtype(
+            x: Any, dtype: torch.dtype, src_dtype: torch.dtype | None = None, use_compute_types: bool = True
+        ) -> Any:
             result = original(x, dtype, src_dtype, use_compute_types)
             if dtype == torch.float32 and x.dtype in DTYPES:
                 torch_api.V.kernel.cache_dtype_convert(x, x.dtype, result, dtype)
@@ -117,8 +125,8 @@ def values_rounded_once() -> Iterator[None]:
 
 
 def scatters_to_one_place() -> contextlib.AbstractContextManager[None]:
-    """Let a vectorised loop add all its values to one element, such as ``index_add`` into a tensor of size 1: Inductor (torch 2.13) asserts that the
-    position differs from value to value."""
+    """Let a vectorised loop add all its values to one element, such as ``index_add`` into a tensor of size 1: Inductor
+    (torch 2.13) asserts that the position differs from value to value."""
     kernel = torch_api.CppVecKernel
     original = kernel.store
 
@@ -133,8 +141,9 @@ def scatters_to_one_place() -> contextlib.AbstractContextManager[None]:
 
 
 def masked_indices_checked() -> contextlib.AbstractContextManager[None]:
-    """Check an index that is one number, not a vector, wherever its mask holds. Inductor (torch 2.13) writes ``in bounds | ~mask`` for a mask
-    that is a bool of C++, whose ``~`` is never 0; and it takes a vector of masks to hold only if all of it does."""
+    """Check an index that is one number, not a vector, wherever its mask holds. Inductor (torch 2.13) writes ``in
+    bounds | ~mask`` for a mask that is a bool of C++, whose ``~`` is never 0; and it takes a vector of masks to hold
+    only if all of it does."""
     kernel = torch_api.CppKernel
     original = kernel.indirect_assert
 
@@ -167,8 +176,8 @@ def _strides_for_any_size() -> contextlib.AbstractContextManager[None]:
 def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
     """Let Inductor write its own values into the memory of donated inputs. Yield whether there are any.
 
-    Subgraphs (of cond, of scan) donate no inputs: before 2.15 Inductor applies the outer graph's donated indices to their inputs, too, and
-    generated code overwrote a weight with its gradient."""
+    Subgraphs (of cond, of scan) donate no inputs: before 2.15 Inductor applies the outer graph's donated indices to
+    their inputs, too, and generated code overwrote a weight with its gradient."""
     if not graph.donated:
         yield False
         return
@@ -187,8 +196,8 @@ def donating(graph: Graph, fake_mode: Any) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def loop_results_kept() -> Iterator[None]:
-    """Keep Inductor from reusing the memory of a buffer that a loop fills. It then declares the buffer twice (torch 2.13), and the C++ code does not
-    compile."""
+    """Keep Inductor from reusing the memory of a buffer that a loop fills. It then declares the buffer twice (torch
+    2.13), and the C++ code does not compile."""
     loop, V = torch_api.WhileLoop, torch_api.V
     original = loop.codegen
 
@@ -204,14 +213,22 @@ def loop_results_kept() -> Iterator[None]:
 def generated_code() -> Iterator[None]:
     """Correct the code that Inductor generates, and the time that it takes."""
     with contextlib.ExitStack() as stack:
-        for patch in (dtype_rules_made_once, exact_expm1, values_rounded_once, scatters_to_one_place, masked_indices_checked, loop_results_kept):
+        for patch in (
+            dtype_rules_made_once,
+            exact_expm1,
+            values_rounded_once,
+            scatters_to_one_place,
+            masked_indices_checked,
+            loop_results_kept,
+        ):
             stack.enter_context(patch())
         yield
 
 
 @contextlib.contextmanager
 def generating_for(built_for: Processor) -> Iterator[None]:
-    """Make Inductor generate code for that processor on any machine, without compiling probes for it (10 s in a fresh cache)."""
+    """Make Inductor generate code for that processor on any machine, without compiling probes for it (10 s in a fresh
+    cache)."""
     isa = torch_api.cpu_vec_isa
     vectors = [getattr(isa, built_for.isa)()] if built_for.isa else []
     with patched(isa, valid_vec_isa_list=lambda: vectors):

@@ -1,13 +1,14 @@
 """Makes compiled code round and store like eager, so that comparisons, maxima and roundings select the same elements.
 
-**Rounding.** Inductor computes a fused loop in float32 and rounds to 16 bits when it stores. Eager rounds after every operator. Inductor's option
-``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit values compute in float32 removes the conversions again. The
-capture marks the values that must be rounded (``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them if Inductor would keep its result in
-float32. Values within one operator stay in float32, as in eager's kernels.
+**Rounding.** Inductor computes a fused loop in float32 and rounds to 16 bits when it stores. Eager rounds after every
+operator. Inductor's option ``emulate_precision_casts`` does not help on a CPU: the pass that makes loops over 16-bit
+values compute in float32 removes the conversions again. The capture marks the values that must be rounded
+(``graph.ROUNDED``). A call of :data:`ROUNDED` follows each of them if Inductor would keep its result in float32. Values
+within one operator stay in float32, as in eager's kernels.
 
-**Storing.** The gradient of ``amax`` goes to the elements that equal the maximum. Inductor computes a cheap value again in each loop that reads
-it, in vectors in one loop and one by one in another. Their last bits can differ, and then no element equals the maximum. A call of :data:`STORED`
-makes all loops read one value.
+**Storing.** The gradient of ``amax`` goes to the elements that equal the maximum. Inductor computes a cheap value again
+in each loop that reads it, in vectors in one loop and one by one in another. Their last bits can differ, and then no
+element equals the maximum. A call of :data:`STORED` makes all loops read one value.
 """
 
 from __future__ import annotations
@@ -68,14 +69,19 @@ def is_rounded(module: GraphModule) -> bool:
 
 
 def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
-    """Put a call of :data:`ROUNDED` after each marked node of ``module`` and its subgraphs, unless its result is rounded anyway.
+    """Put a call of :data:`ROUNDED` after each marked node of ``module`` and its subgraphs, unless its result is
+    rounded anyway.
 
     ``fake_mode``: the mode of its nodes' values."""
     _register_lowerings()
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is prims.convert_element_type.default and is_in_16_bits(node) and node.args[0].target is aten.full.default:
+        if (
+            node.target is prims.convert_element_type.default
+            and is_in_16_bits(node)
+            and node.args[0].target is aten.full.default
+        ):
             with module.graph.inserting_before(node), fake_mode:
                 node.replace_all_uses_with(_narrowed(module.graph, node.args[0], node.meta["val"].dtype))
             module.graph.erase_node(node)
@@ -90,14 +96,20 @@ def round_as_eager(module: GraphModule, fake_mode: Any) -> None:
 
 
 def store_what_is_compared(module: GraphModule, fake_mode: Any) -> None:
-    """Put a call of :data:`STORED` after each floating-point value that is compared for equality, in ``module`` and its subgraphs.
+    """Put a call of :data:`STORED` after each floating-point value that is compared for equality, in ``module`` and its
+    subgraphs.
 
     ``fake_mode``: the mode of its nodes' values."""
     _register_lowerings()
     comparisons = [n for n in module.graph.nodes if n.target in (aten.eq.Tensor, aten.ne.Tensor)]
     for node in dict.fromkeys(_computed(a) for n in comparisons for a in n.args[:2] if isinstance(a, Node)):
         value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point() and _is_generated(node):
+        if (
+            node.op == "call_function"
+            and isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and _is_generated(node)
+        ):
             with module.graph.inserting_after(node), fake_mode:
                 _put_behind(node, STORED)
     for _, child in module.named_children():
@@ -128,7 +140,12 @@ def _is_generated(node: Node) -> bool:
 def _is_called(node: Node) -> bool:
     """Return whether it calls an operator's own kernel, or ends the graph: its arguments and results are in memory."""
     lowering = torch_api.lowering
-    return node.op == "output" or node.target in _CALLED or node.target not in lowering.lowerings or bool(node.meta.get("should_fallback"))
+    return (
+        node.op == "output"
+        or node.target in _CALLED
+        or node.target not in lowering.lowerings
+        or bool(node.meta.get("should_fallback"))
+    )
 
 
 def _users(node: Node) -> list[Node]:
@@ -137,8 +154,8 @@ def _users(node: Node) -> list[Node]:
 
 
 def _round_numbers(graph: Graph, node: Node, fake_mode: Any) -> None:
-    """Round inputs that eager converts to 16 bits before use: the numbers of :data:`_CONVERTED`, and 0-d tensors of a wider dtype, except the second
-    operand of a product or quotient."""
+    """Round inputs that eager converts to 16 bits before use: the numbers of :data:`_CONVERTED`, and 0-d tensors of a
+    wider dtype, except the second operand of a product or quotient."""
     packet = getattr(node.target, "overloadpacket", None)
     values = [a.meta.get("val") if isinstance(a, Node) else None for a in node.args]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
@@ -166,7 +183,9 @@ def _narrowed(graph: Graph, wide: Node, dtype: torch.dtype) -> Node:
     """Return ``wide`` in 16 bits. For a constant, write the nearest number: Inductor would drop its rounding."""
     if wide.target is aten.full.default:
         size, number = wide.args[0], float(wide.args[1])  # type: ignore[arg-type]
-        return graph_edit.call(graph, aten.full.default, size, _nearest(number, dtype), dtype=dtype, device=wide.meta["val"].device)
+        return graph_edit.call(
+            graph, aten.full.default, size, _nearest(number, dtype), dtype=dtype, device=wide.meta["val"].device
+        )
     return graph_edit.call(graph, ROUNDED, graph_edit.call(graph, prims.convert_element_type.default, wide, dtype))
 
 

@@ -1,9 +1,9 @@
 """Computes what is spread over a larger tensor once per element.
 
-Inductor (torch 2.13) writes an element-wise value into each loop that uses it. In ``cos(r)[:, None] * filters``, with 32 filters an edge, the cosine
-is then computed again for each vector of filters, and as one number: vectors lie along the filters. Stored before, it is computed once an edge, in
-vectors of edges. Such values are the cutoff of a force field, which each layer and its gradient use, and the rotary embedding of a language model.
-"""
+Inductor (torch 2.13) writes an element-wise value into each loop that uses it. In ``cos(r)[:, None] * filters``, with
+32 filters an edge, the cosine is then computed again for each vector of filters, and as one number: vectors lie along
+the filters. Stored before, it is computed once an edge, in vectors of edges. Such values are the cutoff of a force
+field, which each layer and its gradient use, and the rotary embedding of a language model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from ..fx_splice import has_hints, hint
 from ..process_state import patched
 
 _COSTLY = re.compile(r"a?(?:cos|sin|tan)h?|atan2|erf\w*|exp2?|expm1|lgamma|digamma|log(?:10|1p|2)?|pow|sigmoid")
-"""Names of Inductor's operations. Spread over rows of 2 to 8 numbers, cos took 0.2 to 0.8 of the time when stored (float32 and float64)."""
+"""Names of Inductor's operations. Spread over rows of 2 to 8 numbers, cos took 0.2 to 0.8 of the time when stored
+(float32 and float64)."""
 _ROOTS = {"sqrt", "rsqrt"}
-"""They gain as much within rows, if vectors can read what they are computed of. Else they took up to 5 times as long when stored."""
+"""They gain as much within rows, if vectors can read what they are computed of. Else they took up to 5 times as long
+when stored."""
 _TIMES = 4
-"""Minimum factor by which other dimensions than the innermost must spread a value, which vectors then compute also where it is used. With 2, exp took
-0.96 of the time when stored and log 1.00."""
+"""Minimum factor by which other dimensions than the innermost must spread a value, which vectors then compute also
+where it is used. With 2, exp took 0.96 of the time when stored and log 1.00."""
 _aten = torch.ops.aten
 _READ_AT = _aten.index, _aten.index_select, _aten.embedding, _aten.gather
 
@@ -53,7 +55,8 @@ def stored() -> contextlib.AbstractContextManager[None]:
 
 
 def _spread(node: Node) -> tuple[bool, bool]:
-    """Return whether an operator uses a number of ``node``, on the CPU, for a row of the innermost dimension, and whether for ``_TIMES`` numbers."""
+    """Return whether an operator uses a number of ``node``, on the CPU, for a row of the innermost dimension, and
+    whether for ``_TIMES`` numbers."""
     value, within_rows, often = node.meta.get("val"), False, False
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not has_hints(value):
         return False, False
@@ -61,7 +64,11 @@ def _spread(node: Node) -> tuple[bool, bool]:
     for view in views:
         for user in view.users:
             result, target = user.meta.get("val"), user.target
-            if not isinstance(result, torch.Tensor) or not has_hints(result) or not isinstance(target, torch_api.OpOverload):
+            if (
+                not isinstance(result, torch.Tensor)
+                or not has_hints(result)
+                or not isinstance(target, torch_api.OpOverload)
+            ):
                 continue
             if target.is_view:
                 views.append(user)
@@ -83,7 +90,11 @@ def _is_constant_in_rows(operand: torch.Tensor, result: torch.Tensor) -> bool:
 
 def _reads_along_vectors(value: Any) -> bool:
     for read in value.get_reads():
-        loops = [v for v, size in zip(read.var_names, read.size, strict=True) if size != 1] if hasattr(read, "var_names") else None
+        loops = (
+            [v for v, size in zip(read.var_names, read.size, strict=True) if size != 1]
+            if hasattr(read, "var_names")
+            else None
+        )
         if loops is None or (loops and sympy.diff(read.index, loops[-1]) not in (0, 1)):
             return False
     return True

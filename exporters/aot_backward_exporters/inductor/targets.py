@@ -13,8 +13,8 @@ from aot_backward_runtime.format.manifest import Target
 
 @dataclass(frozen=True)
 class Processor:
-    """A level of x86-64, or of aarch64. ``isa``: Inductor's name for its vectors, "" for none (g++ may still use the narrower ones of ``march``).
-    ``machine``: as uname writes it."""
+    """A level of x86-64, or of aarch64. ``isa``: Inductor's name for its vectors, "" for none (g++ may still use the
+    narrower ones of ``march``). ``machine``: as uname writes it."""
 
     march: str
     simd_bits: int
@@ -33,8 +33,9 @@ PROCESSORS = {
     "neon": Processor("armv8-a", 128, "VecNEON", ("asimd",), "aarch64"),
     "wasm": Processor("", 1, "", (), "wasm32"),
 }
-"""The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them (``abm`` is lzcnt);
-armv8-a, which all 64-bit processors of Arm implement, with NEON; and WebAssembly, for browsers and Node.js."""
+"""The levels of the x86-64 psABI ("Micro-Architecture Levels"), with the flags beyond v1 as /proc/cpuinfo writes them
+(``abm`` is lzcnt); armv8-a, which all 64-bit processors of Arm implement, with NEON; and WebAssembly, for browsers and
+Node.js."""
 PLAIN = "neon" if platform.machine() == "aarch64" else "avx2"
 """The level that ``cpu`` alone means on this machine."""
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100")
@@ -43,8 +44,8 @@ KNOWN = ("cpu", *(f"cpu:{level}" for level in PROCESSORS), "cuda", *(f"cuda:{arc
 
 
 def parsed(targets: str) -> tuple[str, ...]:
-    """Return the names in ``targets``, separated by commas: "cpu:avx2,cpu:neon"; "cpu" is "cpu:avx2" on x86-64. Raise :class:`ExportError` for
-    unknown ones."""
+    """Return the names in ``targets``, separated by commas: "cpu:avx2,cpu:neon"; "cpu" is "cpu:avx2" on x86-64. Raise
+    :class:`ExportError` for unknown ones."""
     names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else []
     for name in names or [str(targets)]:
         if name not in KNOWN:
@@ -53,7 +54,9 @@ def parsed(targets: str) -> tuple[str, ...]:
     if duplicates := [name for name in full_names if full_names.count(name) > 1]:
         raise ExportError(f"target {duplicates[0]} is given twice (cpu is cpu:{PLAIN})")
     if len({name.partition(":")[0] for name in full_names}) > 1:
-        raise ExportError(f"targets {targets!r}: expected one device type, got several; a package's graphs are captured on one")
+        raise ExportError(
+            f"targets {targets!r}: expected one device type, got several; a package's graphs are captured on one"
+        )
     return full_names
 
 
@@ -63,13 +66,22 @@ def processor(target: str) -> Processor:
 
 
 def target_spec(target: str) -> Target:
-    """Return the specification of ``target``, one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" may be absent."""
+    """Return the specification of ``target``, one of :data:`KNOWN`; "cuda" is this machine's GPU, "cuda:sm_90" may be
+    absent."""
     level = processor(target)
     if target.startswith("cpu"):
-        return Target("cpu", machine=level.machine, march=level.march, cpu_flags=level.flags, name=target if ":" in target else f"cpu:{PLAIN}")
+        return Target(
+            "cpu",
+            machine=level.machine,
+            march=level.march,
+            cpu_flags=level.flags,
+            name=target if ":" in target else f"cpu:{PLAIN}",
+        )
     arch = target.partition(":")[2]
     if not arch:
         if not torch.cuda.is_available():
             raise ExportError(f"target {target!r}: this machine has no GPU that torch {torch.__version__} can use")
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    return Target("cuda", march=level.march, cpu_flags=level.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target)
+    return Target(
+        "cuda", march=level.march, cpu_flags=level.flags, cuda_arch=arch, cuda=torch.version.cuda or "", name=target
+    )

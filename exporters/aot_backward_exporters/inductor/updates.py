@@ -1,8 +1,9 @@
 """Compiles the update of a parameter once for all parameters that are updated alike.
 
-An optimizer makes the same element-wise changes to every parameter and its state. Inductor lowers, schedules and prints each one: half of the time
-that the export of a training step takes. Here each update becomes one call of :data:`UPDATE`. Its body is a subgraph over flat tensors of a dynamic
-size, which Inductor compiles once; each call passes its own tensors and their number of elements.
+An optimizer makes the same element-wise changes to every parameter and its state. Inductor lowers, schedules and prints
+each one: half of the time that the export of a training step takes. Here each update becomes one call of
+:data:`UPDATE`. Its body is a subgraph over flat tensors of a dynamic size, which Inductor compiles once; each call
+passes its own tensors and their number of elements.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..rewrites.graph_edit import call
 aten = torch.ops.aten
 
 LEAST = 32
-"""Equal updates that become calls. A training step of 110 µs takes 1.5 % longer with 24 calls, because Inductor no longer merges each update with
-the sum that is its gradient; steps of 5 ms and more take as long as before."""
+"""Equal updates that become calls. A training step of 110 µs takes 1.5 % longer with 24 calls, because Inductor no
+longer merges each update with the sum that is its gradient; steps of 5 ms and more take as long as before."""
 _STORED = ("get_attr", "placeholder")
 _SIZE = 2**16  # the size that stands for any in the body; the number of threads depends on the size of the call
 
@@ -32,13 +33,13 @@ _LIBRARY.define("update(str body, Tensor[] read, Tensor(a!)[] changed) -> ()")
 _LIBRARY.impl("update", lambda body, read, changed: None, "Meta")
 
 UPDATE = torch.ops.aot_backward.update.default
-"""``body``: the name of the subgraph, whose inputs are ``changed`` and ``read``, and whose outputs are the new values of ``changed``. The calls exist
-only in the graph that Inductor lowers."""
+"""``body``: the name of the subgraph, whose inputs are ``changed`` and ``read``, and whose outputs are the new values
+of ``changed``. The calls exist only in the graph that Inductor lowers."""
 
 
 class _Update:
-    """Nodes that lead to nothing but ``copies`` of new values into tensors of one shape, in the order of the graph. ``changed`` are these tensors,
-    ``read`` the others that it needs. An element of a vector is read from the vector."""
+    """Nodes that lead to nothing but ``copies`` of new values into tensors of one shape, in the order of the graph.
+    ``changed`` are these tensors, ``read`` the others that it needs. An element of a vector is read from the vector."""
 
     def __init__(self, nodes: list[Node], copies: list[Node]) -> None:
         self.nodes, self.copies = nodes, copies
@@ -93,19 +94,27 @@ def _updates(graph: Graph, order: Mapping[Node, int]) -> Iterator[_Update]:
 
 def _is_elementwise(node: Node) -> bool:
     value = node.meta.get("val")
-    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target is torch.ops.prims.convert_element_type.default
+    is_pointwise = (
+        torch.Tag.pointwise in getattr(node.target, "tags", ())
+        or node.target is torch.ops.prims.convert_element_type.default
+    )
     return is_pointwise and isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _can_wait(update: _Update, order: Mapping[Node, int]) -> bool:
-    """Return whether the update may run where its last copy is: nothing that it reads changes before, and nothing reads earlier what it changes."""
+    """Return whether the update may run where its last copy is: nothing that it reads changes before, and nothing reads
+    earlier what it changes."""
     for copy, changed in zip(update.copies, update.changed, strict=True):
         if any(order[user] > order[copy] for user in changed.users):
             return False
     for node in update.read:
-        while node.target is operator.getitem or (isinstance(node.target, torch_api.OpOverload) and _returns_view(node.target)):
+        while node.target is operator.getitem or (
+            isinstance(node.target, torch_api.OpOverload) and _returns_view(node.target)
+        ):
             node = node.all_input_nodes[0]
-        if node.op in _STORED and any(user.target is aten.copy_.default and user.args[0] is node for user in node.users):
+        if node.op in _STORED and any(
+            user.target is aten.copy_.default and user.args[0] is node for user in node.users
+        ):
             return False
     return True
 
@@ -115,7 +124,8 @@ def _returns_view(target: Any) -> bool:
 
 
 def _key(update: _Update) -> Any:
-    """Return what equal updates have in common; None if the tensors of one differ in shape, are not contiguous, or have a dynamic size or none."""
+    """Return what equal updates have in common; None if the tensors of one differ in shape, are not contiguous, or have
+    a dynamic size or none."""
     nodes = (*update.changed, *update.read, *update.inner)
     shape = update.changed[0].meta["val"].shape
     if not shape or len(set(update.changed)) < len(update.changed):
@@ -130,7 +140,10 @@ def _key(update: _Update) -> Any:
             return None
         layouts.append((value.dtype, "like" if is_like else value.shape))
     places = {node: number for number, node in enumerate(nodes)}
-    calls = [(n.target, map_arg(n.args, places.__getitem__), map_arg(n.kwargs, places.__getitem__)) for n in (*update.inner, *update.copies)]
+    calls = [
+        (n.target, map_arg(n.args, places.__getitem__), map_arg(n.kwargs, places.__getitem__))
+        for n in (*update.inner, *update.copies)
+    ]
     return repr((len(update.changed), layouts, calls))
 
 
@@ -146,7 +159,9 @@ def _body(update: _Update, fake_mode: Any) -> GraphModule:
             is_like = value.dim() > 0 and node not in update.vectors
             nodes[node].meta["val"] = torch.empty([size] if is_like else value.shape, dtype=value.dtype)
         for node in update.inner:
-            nodes[node] = call(graph, node.target, *map_arg(node.args, nodes.__getitem__), **map_arg(node.kwargs, nodes.__getitem__))
+            nodes[node] = call(
+                graph, node.target, *map_arg(node.args, nodes.__getitem__), **map_arg(node.kwargs, nodes.__getitem__)
+            )
         for copy in update.copies:
             call(graph, aten.copy_.default, *map_arg(copy.args, nodes.__getitem__))
     graph.output(())
@@ -185,7 +200,9 @@ def _register_lowering() -> None:
         def codegen(self, wrapper: Any) -> None:
             kernel, arguments, types = _compiled(self.body, wrapper)
             values = dict(zip(self.body.graph_input_names, (x.codegen_reference() for x in self.inputs), strict=True))
-            (size,) = {str(symbol) for x in self.body.graph_inputs.values() for n in x.get_size() for symbol in n.free_symbols}
+            (size,) = {
+                str(symbol) for x in self.body.graph_inputs.values() for n in x.get_size() for symbol in n.free_symbols
+            }
             values[size] = str(int(self.inputs[0].get_numel()))
             wrapper.generate_kernel_call(kernel, [values[str(a)] for a in arguments], triton=False, arg_types=types)
 
@@ -201,8 +218,8 @@ def _register_lowering() -> None:
 
 
 def _compiled(body: Any, wrapper: Any) -> tuple[str, list[Any], list[Any]]:
-    """Return name, arguments and their types of the kernel of a lowered ``body``. Its code is added to the library's; other lines, which free the
-    body's inputs, are not."""
+    """Return name, arguments and their types of the kernel of a lowered ``body``. Its code is added to the library's;
+    other lines, which free the body's inputs, are not."""
     if hasattr(body, "kernel"):
         return body.kernel
     V = torch_api.V
@@ -215,7 +232,9 @@ def _compiled(body: Any, wrapper: Any) -> tuple[str, list[Any], list[Any]]:
     with patched(wrapper, generate_kernel_call=generate_kernel_call), V.set_graph_handler(body):
         before = len(wrapper.lines)
         body.codegen_subgraph(parent)
-        wrapper.lines[before:] = [line for line in wrapper.lines[before:] if isinstance(line, torch_api.KernelDefinitionLine)]
+        wrapper.lines[before:] = [
+            line for line in wrapper.lines[before:] if isinstance(line, torch_api.KernelDefinitionLine)
+        ]
     if len(calls) != 1:
         raise NotImplementedError(f"an update: expected one loop, got {len(calls)}")
     body.kernel = calls[0]

@@ -1,7 +1,9 @@
-"""Lowers a captured graph for PyTorch's ONNX translations: functional, only operators that have a translation, explicit casts.
+"""Lowers a captured graph for PyTorch's ONNX translations: functional, only operators that have a translation, explicit
+casts.
 
-Parameters, buffers and the numbers of an optimizer become placeholders after the graph's own; new values of in-place writes become results after
-the graph's own. Operators without a translation are decomposed, by :func:`.decompositions.table.ours` first, then by PyTorch's table.
+Parameters, buffers and the numbers of an optimizer become placeholders after the graph's own; new values of in-place
+writes become results after the graph's own. Operators without a translation are decomposed, by
+:func:`.decompositions.table.ours` first, then by PyTorch's table.
 Operators that still lack one raise an error with their name.
 """
 
@@ -37,11 +39,12 @@ _PARAMETERS_NAMED = 3  # parameters in a message: keeps it short; a guess
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowered graph. ``module`` takes the graph's inputs, ``constants``, and one float64 scalar per element of ``vector`` that it reads.
+    """A lowered graph. ``module`` takes the graph's inputs, ``constants``, and one float64 scalar per element of
+    ``vector`` that it reads.
 
-    Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in ``Graph.constants``.
-    ``inputs``: the indices of the graph's inputs that remain; an input that only carries another input's size is dropped. ``numbers``: the
-    positions of the scalars in the vector.
+    Its results are the graph's, then the new values of ``updated``. ``constants`` and ``updated`` are attributes, as in
+    ``Graph.constants``. ``inputs``: the indices of the graph's inputs that remain; an input that only carries another
+    input's size is dropped. ``numbers``: the positions of the scalars in the vector.
     """
 
     module: GraphModule
@@ -52,7 +55,8 @@ class Lowered:
 
 
 def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lowered:
-    """Lower ``graph``. ``known``: whether an operator has a translation. ``vector``: the attribute that is an optimizer's vector of numbers, if any.
+    """Lower ``graph``. ``known``: whether an operator has a translation. ``vector``: the attribute that is an
+    optimizer's vector of numbers, if any.
 
     Raise :class:`ExportError` with the operator that cannot be translated, and the line of user code that calls it.
     """
@@ -63,7 +67,8 @@ def lower(graph: Graph, known: Callable[[Any], bool], vector: str = "") -> Lower
 
 
 def located(graph: Graph, error: ExportError) -> ExportError:
-    """Return ``error`` with the gradient or value that its operator is part of, and the line of user code that calls it."""
+    """Return ``error`` with the gradient or value that its operator is part of, and the line of user code that calls
+    it."""
     part, place = part_of(graph, error.operator), called_at(graph, error.operator)
     return ExportError.of(error.operator, f"{error}{part and f'; it is {part}'}{place and f'; it is called {place}'}")
 
@@ -78,20 +83,31 @@ def called_at(graph: Graph, operator: str) -> str:
 
 
 def part_of(graph: Graph, operator: str) -> str:
-    """Describe the first call of the operator: the gradients that depend on it, otherwise the values that it is computed from."""
+    """Describe the first call of the operator: the gradients that depend on it, otherwise the values that it is
+    computed from."""
     first = next((n for n in graph.module.graph.nodes if str(n.target) == operator), None)
     if first is None:
         return ""
     descendants, ancestors = _closure([first], lambda n: n.users), _closure([first], lambda n: n.all_input_nodes)
     results = next(iter(graph.module.graph.find_nodes(op="output"))).args[0]
     output_names = [spec.name for spec, node in zip(graph.outputs, results, strict=True) if node in descendants]
-    if not any(name.startswith("output") for name in output_names):  # the loss does not depend on it: it belongs to the backward
-        gradients = [name.removeprefix("gradient of ").partition(" from ")[0] for name in output_names if name.startswith("gradient of ")]
-        gradients = gradients or [_parameter(graph, n) for n in descendants if n.target is aten.copy_.default and n.args[0].op == "get_attr"]  # type: ignore[union-attr]
+    # The loss does not depend on it: it belongs to the backward
+    if not any(name.startswith("output") for name in output_names):
+        gradients = [
+            name.removeprefix("gradient of ").partition(" from ")[0]
+            for name in output_names
+            if name.startswith("gradient of ")
+        ]
+        copies = [n for n in descendants if n.target is aten.copy_.default]
+        gradients = gradients or [_parameter(graph, n) for n in copies if n.args[0].op == "get_attr"]  # type: ignore[union-attr]
         if names := list(dict.fromkeys(filter(None, gradients))):
             return f"part of the gradient of {_listed(names)}"
     inputs = dict(zip(graph.module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
-    sources = [_parameter(graph, n) if n.op == "get_attr" else inputs[n].name for n in ancestors if n.op in ("get_attr", "placeholder")]
+    sources = [
+        _parameter(graph, n) if n.op == "get_attr" else inputs[n].name
+        for n in ancestors
+        if n.op in ("get_attr", "placeholder")
+    ]
     names = list(dict.fromkeys(filter(None, sources)))
     return f"computed from {_listed(names)}" if names else ""
 
@@ -108,10 +124,15 @@ def _closure(nodes: Iterable[Node], neighbors: Callable[[Node], Iterable[Node]])
 
 
 def _parameter(graph: Graph, node: Any) -> str:
-    """Return the parameter or buffer that ``node`` reads, directly or as its gradient; "" for an optimizer's own state."""
+    """Return the parameter or buffer that ``node`` reads, directly or as its gradient; "" for an optimizer's own
+    state."""
     attribute = str(node.target if node.op == "get_attr" else node.args[0].target)
     key = graph.constants[attribute][0] if attribute in graph.constants else ""
-    return "" if key.startswith("optimizer.") or key == "numbers" else key.removeprefix("module.").removeprefix("gradient.")
+    return (
+        ""
+        if key.startswith("optimizer.") or key == "numbers"
+        else key.removeprefix("module.").removeprefix("gradient.")
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -128,12 +149,16 @@ def _lowered(graph: Graph, has_translation: Callable[[Any], bool], vector: str) 
     canonical = {a: first[key] for a, (key, _) in graph.constants.items()}  # one tensor may have several names
     constants = tuple(a for a in first.values() if a != vector)
     length = graph.constants[vector][1].shape[0] if vector else 0
-    fake_mode = torch_api.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv())
+    fake_mode = torch_api.FakeTensorMode(
+        allow_non_fake_inputs=True, allow_fallback_kernels=False, shape_env=torch_api.ShapeEnv()
+    )
     symbols = _symbols(graph.inputs, fake_mode.shape_env)
     size_carriers = _size_carriers(graph.inputs)
     with fake_mode:
         inputs = [_fake(spec, symbols) for i, spec in enumerate(graph.inputs) if i not in size_carriers]
-        weights = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)]
+        weights = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for _, t in (graph.constants[a] for a in constants)
+        ]
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(length)]
     interpreter = _FunctionalInterpreter(graph, size_carriers, constants, canonical, vector)
     table = _decompositions(has_translation)
@@ -157,10 +182,18 @@ def _lowered(graph: Graph, has_translation: Callable[[Any], bool], vector: str) 
     torch_api.InsertTypePromotion(flat).run()
     widen(flat)
     numbers = _without_unused(flat, len(inputs) + len(constants), length)
-    return Lowered(flat, tuple(i for i in range(len(graph.inputs)) if i not in size_carriers), constants, tuple(interpreter.updated), numbers)
+    return Lowered(
+        flat,
+        tuple(i for i in range(len(graph.inputs)) if i not in size_carriers),
+        constants,
+        tuple(interpreter.updated),
+        numbers,
+    )
 
 
-def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], inputs: Any, weights: Any, scalars: Any) -> GraphModule:
+def _traced(
+    interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], inputs: Any, weights: Any, scalars: Any
+) -> GraphModule:
     def run(*args: Any) -> Any:
         return interpreter.traced(*args)
 
@@ -177,8 +210,9 @@ def _traced(interpreter: _FunctionalInterpreter, table: Mapping[Any, Any], input
 
 
 def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.SymInt]:
-    """Return new symbols for the sizes. Their example values equal no constant of a program by chance: a decomposition may compare the two, and would
-    mistake a batch of 3 for the 3 channels of an image. The values have many divisors, because a program may test for divisibility."""
+    """Return new symbols for the sizes. Their example values equal no constant of a program by chance: a decomposition
+    may compare the two, and would mistake a batch of 3 for the 3 channels of an image. The values have many divisors,
+    because a program may test for divisibility."""
     names = sorted({name for spec in inputs for size in (*spec.shape, *spec.stride) for name in symbols_of(size)})
     out = {}
     for i, name in enumerate(names):
@@ -189,9 +223,14 @@ def _symbols(inputs: Sequence[TensorSpec], shape_env: Any) -> dict[str, torch.Sy
 
 
 def _size_carriers(inputs: Sequence[TensorSpec]) -> dict[int, dict[str, tuple[int, int]]]:
-    """Return the empty inputs that only carry a size which other inputs also have: for each symbol, the input and the dimension."""
+    """Return the empty inputs that only carry a size which other inputs also have: for each symbol, the input and the
+    dimension."""
     positions: dict[str, tuple[int, int]] = {}
-    carriers = [i for i, spec in enumerate(inputs) if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0]
+    carriers = [
+        i
+        for i, spec in enumerate(inputs)
+        if spec.name.startswith("size ") and len(spec.shape) == 2 and spec.shape[1] == 0
+    ]
     for i, spec in enumerate(inputs):
         if i not in carriers:
             for d, size in enumerate(spec.shape):
@@ -210,7 +249,12 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
     """Runs a graph for :func:`make_fx`. Constants are tensors that are passed in; no tensor changes in place."""
 
     def __init__(
-        self, graph: Graph, carried: Mapping[int, Mapping[str, tuple[int, int]]], constants: Sequence[str], alike: Mapping[str, str], vector: str
+        self,
+        graph: Graph,
+        carried: Mapping[int, Mapping[str, tuple[int, int]]],
+        constants: Sequence[str],
+        alike: Mapping[str, str],
+        vector: str,
     ):
         super().__init__(graph.module, garbage_collect_values=False)
         self.specs, self.carried = graph.inputs, carried
@@ -220,7 +264,9 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
         self.updated: dict[str, torch.Tensor] = {}
         self.current: Any = "the graph"  # the operator that is run
 
-    def traced(self, inputs: list[torch.Tensor], weights: list[torch.Tensor], scalars: list[torch.Tensor]) -> list[torch.Tensor]:
+    def traced(
+        self, inputs: list[torch.Tensor], weights: list[torch.Tensor], scalars: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         self.held, self.scalars, self.updated = dict(zip(self.constants, weights, strict=True)), scalars, {}
         remaining = iter(inputs)
         args = [None if i in self.carried else next(remaining) for i in range(len(self.specs))]
@@ -235,7 +281,9 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
             return super().call_function(target, args, kwargs)
         body, carry, rows, others = args
         if isinstance(rows[0].shape[0], torch.SymInt):
-            raise ExportError.of(target, f"{target} over a dynamic length has no ONNX translation. Make the length static")
+            raise ExportError.of(
+                target, f"{target} over a dynamic length has no ONNX translation. Make the length static"
+            )
         step_results: list[Any] = []
         for step in range(rows[0].shape[0]):
             results = torch.fx.Interpreter(body).run(*carry, *(row[step] for row in rows), *others)
@@ -250,26 +298,47 @@ class _FunctionalInterpreter(torch.fx.Interpreter):
             return torch.stack(self.scalars)
         if attribute:
             return self.held[attribute]
-        if n.op == "call_function" and n.target is aten.select.int and self._is_vector(n.args[0]) and n.args[1:] and n.args[1] == 0:
+        if (
+            n.op == "call_function"
+            and n.target is aten.select.int
+            and self._is_vector(n.args[0])
+            and n.args[1:]
+            and n.args[1] == 0
+        ):
             return self.scalars[n.args[2]]  # type: ignore[index]
         if n.op == "call_function" and n.target is aten.view.default:  # strides are not kept, and may not allow a view
             return aten.reshape.default(*self.fetch_args_kwargs_from_env(n)[0])
         if n.op == "call_function" and "as_strided" in str(n.target) and not n.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
-            raise ExportError.of(n.target, f"{n.target} of a tensor that is not row-major has no ONNX translation: call .contiguous() first")
+            raise ExportError.of(
+                n.target,
+                f"{n.target} of a tensor that is not row-major has no ONNX translation: call .contiguous() first",
+            )
         if n.op == "call_function" and n.target is aten.copy_.default:
             target = n.args[0]
             if not isinstance(target, Node) or target.op != "get_attr" or target.target not in self.alike:
-                raise ExportError.of(n.target, f"the graph writes in place into {target}, which is not a parameter or buffer: report this as a bug")
+                raise ExportError.of(
+                    n.target,
+                    f"the graph writes in place into {target}, which is not a parameter or buffer: report this as a bug",
+                )
             old, new = self.env[target], self.env[n.args[1]]  # type: ignore[index]
-            value = torch.ops.aten.expand.default(new.to(old.dtype), old.shape) if new.shape != old.shape else new.to(old.dtype)
+            value = (
+                torch.ops.aten.expand.default(new.to(old.dtype), old.shape)
+                if new.shape != old.shape
+                else new.to(old.dtype)
+            )
             self.updated[self.alike[str(target.target)]] = self.env[target] = value
             return value
         out = super().run_node(n)
         if n.op == "call_function" and isinstance(
             out, (tuple, list)
         ):  # eager's kernels return empty tensors for results that their backward does not read (embedding bags)
-            empty = [isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape) for v in n.meta["val"]]
-            return type(out)(v[:0] if is_empty and v.shape[0] != 0 else v for v, is_empty in zip(out, empty, strict=True))
+            empty = [
+                isinstance(v, torch.Tensor) and any(isinstance(size, int) and size == 0 for size in v.shape)
+                for v in n.meta["val"]
+            ]
+            return type(out)(
+                v[:0] if is_empty and v.shape[0] != 0 else v for v, is_empty in zip(out, empty, strict=True)
+            )
         return out
 
     def _is_vector(self, node: Any) -> bool:
@@ -286,7 +355,8 @@ def _decompositions(has_translation: Callable[[Any], bool]) -> dict[Any, Callabl
 
 
 def _refuse(graph: Graph) -> None:
-    """Raise :class:`ExportError` for unsupported features: control flow, random numbers, complex numbers, other devices."""
+    """Raise :class:`ExportError` for unsupported features: control flow, random numbers, complex numbers, other
+    devices."""
     for node in graph.module.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph.module, str(node.target), None), torch.nn.Module):
             user = next(iter(node.users))
@@ -329,7 +399,8 @@ def _refuse_unknown(module: GraphModule, graph: Graph, has_translation: Callable
             source = next((originals[h.name] for h in node.meta.get("from_node") or [] if h.name in originals), node)
             detail = f" ({node.target})" if source.target is not node.target else ""
             raise ExportError.of(
-                source.target, f"{source.target} has no ONNX translation{detail}: leave this part to eager, or write it with other operators"
+                source.target,
+                f"{source.target} has no ONNX translation{detail}: leave this part to eager, or write it with other operators",
             )
 
 

@@ -1,7 +1,8 @@
-"""One captured graph as an ONNX model: named inputs and outputs, weights as defaults of inputs, named dynamic dimensions.
+"""One captured graph as an ONNX model: named inputs and outputs, weights as defaults of inputs, named dynamic
+dimensions.
 
-PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest that they support. Operators without a translation are decomposed
-(:mod:`.lowering`), translated here (:mod:`.translations`), or refused by name.
+PyTorch's own translations (torchlib) write the nodes, for opset 18: the oldest that they support. Operators without a
+translation are decomposed (:mod:`.lowering`), translated here (:mod:`.translations`), or refused by name.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class NumberInput:
 class Names:
     """The names of the graph's inputs and outputs.
 
-    ``inputs``: one for each of the graph's. ``constants``: weight key -> name; other constants are not inputs. ``outputs``: name and
-    source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of numbers, with ``numbers`` its
-    elements. ``symbols``: "s0" -> "batch".
+    ``inputs``: one for each of the graph's. ``constants``: weight key -> name; other constants are not inputs.
+    ``outputs``: name and
+    source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of
+    numbers, with ``numbers`` its elements. ``symbols``: "s0" -> "batch".
     """
 
     inputs: tuple[str, ...]
@@ -63,9 +65,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Translated:
-    """A model without the values of its weights. ``defaults``: of its inputs; ``fixed``: values of tensors that no caller may set, by name.
+    """A model without the values of its weights. ``defaults``: of its inputs; ``fixed``: values of tensors that no
+    caller may set, by name.
 
-    ``updated``: weight key -> name of the output that has its new value. ``keys``: name of a default or a fixed tensor -> weight key.
+    ``updated``: weight key -> name of the output that has its new value. ``keys``: name of a default or a fixed tensor
+    -> weight key.
     """
 
     model: onnx.ModelProto
@@ -87,14 +91,16 @@ class Translated:
 
 
 def translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
-    """Translate ``graph``. ``about``: further entries of ``metadata_props``. Raise :class:`ExportError` with the name of an untranslatable part."""
+    """Translate ``graph``. ``about``: further entries of ``metadata_props``. Raise :class:`ExportError` with the name
+    of an untranslatable part."""
     with _quiet():
         return _translate(graph, names, about)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the translators' logs about a missing torchvision, nodes without a module, and values that are not folded."""
+    """Silence the translators' logs about a missing torchvision, nodes without a module, and values that are not
+    folded."""
     logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in logs]
     for log in logs:
@@ -109,15 +115,22 @@ def _quiet() -> Iterator[None]:
 def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translated:
     registry = _registry()
     order = {key: i for i, key in enumerate(names.constants)}
-    sorted_constants = sorted(graph.constants.items(), key=lambda item: (order.get(item[1][0], len(order)), item[1][0], item[0]))
-    graph = dataclasses.replace(graph, constants=dict(sorted_constants))  # in the module's order, also for a graph that was read from a package
+    sorted_constants = sorted(
+        graph.constants.items(), key=lambda item: (order.get(item[1][0], len(order)), item[1][0], item[0])
+    )
+    # In the module's order, also for a graph that was read from a package
+    graph = dataclasses.replace(graph, constants=dict(sorted_constants))
     vector = next((a for a, (key, _) in graph.constants.items() if names.vector and key == names.vector), "")
     lowered = lower(graph, registry.is_registered, vector)
     model = _nodes(graph, lowered, registry)
     weights = [graph.constants[a] for a in lowered.constants]
-    fixed_names = {key: f"constant.{i}" for i, key in enumerate(key for key, _ in weights if key not in names.constants)}
+    fixed_names = {
+        key: f"constant.{i}" for i, key in enumerate(key for key, _ in weights if key not in names.constants)
+    }
     constants = [names.constants.get(key) or fixed_names[key] for key, _ in weights]
-    updated_names = {graph.constants[a][0]: f"updated.{names.constants[graph.constants[a][0]]}" for a in lowered.updated}
+    updated_names = {
+        graph.constants[a][0]: f"updated.{names.constants[graph.constants[a][0]]}" for a in lowered.updated
+    }
     numbers = [names.numbers[i] for i in lowered.numbers]
     values = {name: tensor.detach() for name, (_, tensor) in zip(constants, weights, strict=True)}
     values |= {n.name: torch.tensor(n.value, dtype=torch.float64) for n in numbers}
@@ -135,7 +148,11 @@ def _translate(graph: Graph, names: Names, about: Mapping[str, str]) -> Translat
     proto.graph.value_info.extend(ir.to_proto(value) for value in fixed_inputs)
     proto.ir_version, proto.producer_name, proto.producer_version = IR_VERSION, "aot-backward", VERSION
     proto.doc_string = f"{graph.name}, captured by aot-backward {VERSION} from PyTorch {torch.__version__}"
-    for key, text in {**about, "torch": torch.__version__, "opset": f"{OPSET}: the oldest that PyTorch's translations are written for"}.items():
+    for key, text in {
+        **about,
+        "torch": torch.__version__,
+        "opset": f"{OPSET}: the oldest that PyTorch's translations are written for",
+    }.items():
         proto.metadata_props.add(key=key, value=text)
     keys = {name: key for name, (key, _) in zip(constants, weights, strict=True)}
     return Translated(
@@ -165,7 +182,11 @@ def bits_of(tensor: torch.Tensor) -> Any:
 
 def tensor_of(array: Any) -> torch.Tensor:
     shape, array = numpy.shape(array), numpy.ascontiguousarray(array)  # ascontiguousarray turns a scalar into a row
-    tensor = torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
+    tensor = (
+        torch.from_numpy(array.view(numpy.int16)).view(torch.bfloat16)
+        if array.dtype.name == "bfloat16"
+        else torch.from_numpy(array)
+    )
     return tensor.reshape(shape)
 
 
@@ -177,12 +198,20 @@ def _registry() -> Any:
 def _nodes(graph: Graph, lowered: Lowered, registry: Any) -> Any:
     model = ir.Model(ir.Graph([], [], nodes=[], name=graph.name, opset_imports={"": OPSET}), ir_version=IR_VERSION)
     try:
-        torch_api._translate_fx_graph(lowered.module.graph, model, graph_like=model.graph, owned_graphs={}, lower="at_conversion", registry=registry)
+        torch_api._translate_fx_graph(
+            lowered.module.graph,
+            model,
+            graph_like=model.graph,
+            owned_graphs={},
+            lower="at_conversion",
+            registry=registry,
+        )
     except Exception as error:  # torchlib raises whatever its functions raise
         raise located(graph, _refused(lowered, error)) from error
     torch_api.add_opset_imports(model)
     onnxscript.optimizer.inline(model)
-    onnxscript.optimizer.fold_constants(model, output_size_limit=1024)  # without its fusion rules, which take most of the time
+    # Without its fusion rules, which take most of the time
+    onnxscript.optimizer.fold_constants(model, output_size_limit=1024)
     CommonSubexpressionEliminationPass()(model)
     onnxscript.optimizer.remove_unused_nodes(model)
     _document(model, graph)
@@ -198,11 +227,14 @@ def _refused(lowered: Lowered, error: Exception) -> ExportError:
     reason = (str(cause).splitlines() or [type(cause).__name__])[0]
     target = node.target if node is not None else "the graph"
     return ExportError.of(
-        target, f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {reason}): leave this part to eager"
+        target,
+        f"{target} as it is called here has no ONNX translation ({type(cause).__name__}: {reason}): leave this part to eager",
     )
 
 
-def _name_inputs_and_outputs(model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names) -> None:
+def _name_inputs_and_outputs(
+    model: Any, inputs: Sequence[str], outputs: Sequence[tuple[str, str]], names: Names
+) -> None:
     used_names = {*inputs, *(n for n, _ in outputs)}
     for value in _values(model):
         while value.name in used_names:
@@ -219,7 +251,9 @@ def _name_inputs_and_outputs(model: Any, inputs: Sequence[str], outputs: Sequenc
             model.graph.outputs.append(_not_first(model, name, by_name[name.removeprefix("updated.")], finite))
             continue
         value = (
-            results[int(reference)] if kind == "result" else by_name[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
+            results[int(reference)]
+            if kind == "result"
+            else by_name[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
         )
         if value.is_graph_input() or value.is_initializer() or id(value) in named_ids:
             node = ir.node("Identity", [value], name=f"node_{name}")
@@ -244,7 +278,13 @@ def _not_first(model: Any, name: str, first: Any, finite: Any) -> Any:
     return value
 
 
-def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tuple[str, str]], results: Sequence[TensorSpec], names: Names) -> None:
+def _describe(
+    model: Any,
+    inputs: Mapping[str, TensorSpec],
+    outputs: Sequence[tuple[str, str]],
+    results: Sequence[TensorSpec],
+    names: Names,
+) -> None:
     """Set types and shapes of inputs and outputs from the capture; shape inference finds the others."""
     for value in _values(model):
         value.shape = None
@@ -258,7 +298,9 @@ def _describe(model: Any, inputs: Mapping[str, TensorSpec], outputs: Sequence[tu
             _type(value, TensorSpec("", "float64", "cpu", (), ()), names)
             continue
         spec = (
-            results[int(reference)] if kind == "result" else inputs[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
+            results[int(reference)]
+            if kind == "result"
+            else inputs[names.inputs[int(reference)] if kind == "input" else names.constants[reference]]
         )
         _type(value, spec, names)
 
@@ -284,7 +326,8 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _document(model: Any, graph: Graph) -> None:
-    """Write into each node the operator of the captured graph that it belongs to, and the line of user code if it is known."""
+    """Write into each node the operator of the captured graph that it belongs to, and the line of user code if it is
+    known."""
     originals = {node.name: node for node in graph.module.graph.nodes}
     for node in model.graph:
         history = (node.meta["node"].meta.get("from_node") or []) if "node" in node.meta else []

@@ -1,4 +1,5 @@
-"""Rewrites of a lowered graph before its translation: numbers become tensors, 16-bit arithmetic is widened, ordering of native code is removed."""
+"""Rewrites of a lowered graph before its translation: numbers become tensors, 16-bit arithmetic is widened, ordering of
+native code is removed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _is_never(node: Node) -> bool:
 
 
 def _without_idle_squeezes(module: GraphModule) -> None:
-    """Remove dimensions other than 1 from squeezes. PyTorch's squeeze keeps such dimensions, including dynamic ones; ONNX's raises an error."""
+    """Remove dimensions other than 1 from squeezes. PyTorch's squeeze keeps such dimensions, including dynamic ones;
+    ONNX's raises an error."""
     for node in [n for n in module.graph.nodes if n.target in (aten.squeeze.dim, aten.squeeze.dims)]:
         source, dims = node.args
         before, after = source.meta["val"], node.meta["val"]
@@ -62,16 +64,23 @@ def _numbers_as_tensors(module: GraphModule) -> None:
         if schema is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         for i, (arg, param) in enumerate(zip(node.args, schema.arguments, strict=False)):
-            if isinstance(arg, Node) and isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat) and str(param.type) == "Tensor":
+            if (
+                isinstance(arg, Node)
+                and isinstance(arg.meta.get("val"), torch.SymInt | torch.SymFloat)
+                and str(param.type) == "Tensor"
+            ):
                 with module.graph.inserting_before(node):
-                    tensor_node = module.graph.call_function(aten.scalar_tensor.default, (arg,), {"dtype": node.meta["val"].dtype})
+                    tensor_node = module.graph.call_function(
+                        aten.scalar_tensor.default, (arg,), {"dtype": node.meta["val"].dtype}
+                    )
                 with node.meta["val"].fake_mode:
                     tensor_node.meta["val"] = torch.empty((), dtype=node.meta["val"].dtype)
                 node.update_arg(i, tensor_node)
 
 
 def widen(module: GraphModule) -> None:
-    """Compute 16-bit arithmetic in float32 and round once, as eager's CPU kernels do; onnxruntime has hardly any 16-bit kernels for CPUs."""
+    """Compute 16-bit arithmetic in float32 and round once, as eager's CPU kernels do; onnxruntime has hardly any 16-bit
+    kernels for CPUs."""
     for node in [n for n in module.graph.nodes if n.op == "call_function" and n.target not in _MOVES]:
         value = node.meta.get("val")
         low_inputs = [n for n in node.all_input_nodes if _dtype(n) in _LOW]

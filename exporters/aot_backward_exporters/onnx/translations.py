@@ -20,8 +20,8 @@ _INEXACT = (
     *("special_erfcx", "special_log_ndtr", "_linalg_det", "linalg_det"),
     *("glu", "silu", "mish", "elu", "celu", "selu", "log_sigmoid_forward", "softplus", "log1p", "expm1"),
 )
-"""Operators with a torchlib translation that is off by more than rounding, or an invalid graph. Operators in the second line are decomposed
-(:mod:`..decompositions.exponentials`), the others refused."""
+"""Operators with a torchlib translation that is off by more than rounding, or an invalid graph. Operators in the second
+line are decomposed (:mod:`..decompositions.exponentials`), the others refused."""
 
 
 def _numel(x: Any) -> Any:
@@ -29,7 +29,8 @@ def _numel(x: Any) -> Any:
 
 
 def _number(value: Any, dtype: int) -> Any:
-    """Return the number as ``dtype``. torchlib converts a Python number to float32 first, even if float64 is requested, and rounds it."""
+    """Return the number as ``dtype``. torchlib converts a Python number to float32 first, even if float64 is requested,
+    and rounds it."""
     if isinstance(value, (bool, int, float)):
         return op.Constant(value=helper.make_tensor("", dtype, [], [value]))
     return op.Cast(value, to=dtype)
@@ -45,12 +46,21 @@ def _full(size: Any, value: Any, dtype: int = -1, layout: str = "", device: str 
     return op.Expand(value, op.Cast(size, to=TensorProto.INT64))
 
 
-def _full_like(x: Any, value: Any, dtype: int = -1, layout: str = "", device: str = "", pin_memory: bool = False, memory_format: str = "") -> Any:
+def _full_like(
+    x: Any,
+    value: Any,
+    dtype: int = -1,
+    layout: str = "",
+    device: str = "",
+    pin_memory: bool = False,
+    memory_format: str = "",
+) -> Any:
     return op.Expand(_number(value, x.dtype.value if dtype == -1 else dtype), op.Shape(x))
 
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
-    """Divide integers exactly (torchlib uses float32); for floating-point numbers return the floor of the true quotient, as Python's ``//``."""
+    """Divide integers exactly (torchlib uses float32); for floating-point numbers return the floor of the true
+    quotient, as Python's ``//``."""
     if a.dtype.is_integer():
         if rounding_mode is None:
             return op.Div(op.Cast(a, to=TensorProto.FLOAT), op.Cast(b, to=TensorProto.FLOAT))
@@ -80,7 +90,9 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
         ceil_mode: bool = False,
     ) -> Any:
         """Translate ``max_pool``. ONNX's indices count through the whole batch, eager's within one image."""
-        kernel, pads, dilations = (list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation))
+        kernel, pads, dilations = (
+            list(v) * spatial if len(v) == 1 else list(v) for v in (kernel_size, padding, dilation)
+        )
         steps = (list(stride) * spatial if len(stride) == 1 else list(stride)) if stride else kernel
         is_unbatched = len(x.shape) == spatial + 1
         batch = op.Unsqueeze(x, op.Constant(value_ints=[0])) if is_unbatched else x
@@ -91,8 +103,13 @@ def _max_pool(spatial: int) -> Callable[..., Any]:
                 raise ValueError("ceil_mode and images of dynamic size; make height and width static")
             extents = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
             counts = [windows(n, r, s, p, True) for n, r, s, p in zip(sizes, extents, steps, pads, strict=True)]
-            end_pads = [max((c - 1) * s + r - n - p, 0) for c, s, r, n, p in zip(counts, steps, extents, sizes, pads, strict=True)]
-        out, indices = op.MaxPool(batch, dilations=dilations, kernel_shape=kernel, pads=[*pads, *end_pads], strides=steps)
+            end_pads = [
+                max((c - 1) * s + r - n - p, 0)
+                for c, s, r, n, p in zip(counts, steps, extents, sizes, pads, strict=True)
+            ]
+        out, indices = op.MaxPool(
+            batch, dilations=dilations, kernel_shape=kernel, pads=[*pads, *end_pads], strides=steps
+        )
         if all(isinstance(n, int) for n in sizes):
             image = op.Constant(value_int=math.prod(sizes))
         else:

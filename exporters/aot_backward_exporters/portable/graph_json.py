@@ -1,8 +1,10 @@
-"""Writes a graph of ATen operators as JSON and reads it back. The JSON suffices to compile or run it without the source program.
+"""Writes a graph of ATen operators as JSON and reads it back. The JSON suffices to compile or run it without the source
+program.
 
-A node is ``[operator, args, kwargs]``; operators are ATen overloads (``aten.mm.default``), control flow (``higher_order.cond``) and the functions
-on sizes that torch's traces use (``operator.mul``, ``math.ceil``, ``torch.sym_max``). The reader computes shapes by running the graph on fake
-inputs; the shapes stored with the nodes are for people who read the file. ``docs/format.md``, section 6, specifies the format.
+A node is ``[operator, args, kwargs]``; operators are ATen overloads (``aten.mm.default``), control flow
+(``higher_order.cond``) and the functions on sizes that torch's traces use (``operator.mul``, ``math.ceil``,
+``torch.sym_max``). The reader computes shapes by running the graph on fake inputs; the shapes stored with the nodes are
+for people who read the file. ``docs/format.md``, section 6, specifies the format.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _ARITHMETIC = ("add", "and_", "eq", "floordiv", "ge", "getitem", "gt", "index", 
 _FUNCTIONS = {
     "operator": {n: getattr(operator, n) for n in _ARITHMETIC},
     "math": {n: getattr(math, n) for n in ("ceil", "floor", "trunc", "sqrt", "log2")},
-    "torch": {n: getattr(torch, n) for n in dir(torch) if n.startswith(("sym_", "_sym_")) and callable(getattr(torch, n))},
+    "torch": {
+        n: getattr(torch, n) for n in dir(torch) if n.startswith(("sym_", "_sym_")) and callable(getattr(torch, n))
+    },
 }
 _KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NEVER = {"aten::from_file", "debugprims::load_tensor"}
@@ -45,7 +49,8 @@ Spell = Callable[[Any], int | str]
 
 
 def graph_to_bytes(graph: Graph, spell: Spell, sizes: Mapping[str, int]) -> bytes:
-    """Return ``graph`` as a package stores it. ``spell`` formats the sizes of the nodes; ``sizes``: the value of each symbol in the example.
+    """Return ``graph`` as a package stores it. ``spell`` formats the sizes of the nodes; ``sizes``: the value of each
+    symbol in the example.
 
     Raise :class:`ExportError` for a part that has no JSON form."""
     form = {
@@ -67,9 +72,13 @@ def form_of(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(form, dict) or not all(isinstance(form.get(key), list) for key in lists):
         raise PackageError(f"the portable graph {name} is not an object with the lists {', '.join(lists)}")
     if form.get("version") != _FORMAT_VERSION:
-        raise PackageError(f"the portable graph {name}: expected version {_FORMAT_VERSION}, got {form.get('version')!r}")
+        raise PackageError(
+            f"the portable graph {name}: expected version {_FORMAT_VERSION}, got {form.get('version')!r}"
+        )
     if {len(form[key]) for key in lists[:4]} != {len(form["nodes"])}:
-        raise PackageError(f"the portable graph {name} has {len(form['nodes'])} nodes, and a different number of names, looks or places")
+        raise PackageError(
+            f"the portable graph {name} has {len(form['nodes'])} nodes, and a different number of names, looks or places"
+        )
     return form
 
 
@@ -84,13 +93,18 @@ def graph_of(
 ) -> Graph:
     """Return the graph that library ``name`` was compiled from.
 
-    ``form``: from :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: each symbol of the package as a size of
-    ``inputs``. Raise :class:`PackageError` if the form is not a graph, or if its inputs, outputs or constants differ from the library's."""
+    ``form``: from :func:`form_of`. ``inputs``: fake tensors as ``spec.inputs`` describes them. ``sizes``: each symbol
+    of the package as a size of ``inputs``. Raise :class:`PackageError` if the form is not a graph, or if its inputs,
+    outputs or constants differ from the library's."""
     try:
         module = graph_from_json(form, inputs, fake_mode, weights, sizes)
     except PackageError as error:
         raise PackageError(f"the portable graph {name} cannot be read: {error}") from error
-    names = {str(n.target): form["nodes"][i][1] for i, n in enumerate(module.graph.nodes) if n.op == "get_attr" and form["nodes"][i][0] == "weight"}
+    names = {
+        str(n.target): form["nodes"][i][1]
+        for i, n in enumerate(module.graph.nodes)
+        if n.op == "get_attr" and form["nodes"][i][0] == "weight"
+    }
     count = len(list(module.graph.find_nodes(op="placeholder")))
     results = next((n.args[0] for n in module.graph.find_nodes(op="output")), None)
     if not isinstance(results, tuple):
@@ -104,8 +118,13 @@ def graph_of(
         raise PackageError(f"the portable graph {name} and its library do not read the same weights: {mismatches[0]}")
     for result, output in zip(results, spec.outputs, strict=True):
         value = result.meta["val"] if isinstance(result, Node) else None
-        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (f"torch.{output.dtype}", len(output.shape)):
-            raise PackageError(f"the portable graph {name} and its library disagree on the dtype or the dimensions of {output.name}")
+        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (
+            f"torch.{output.dtype}",
+            len(output.shape),
+        ):
+            raise PackageError(
+                f"the portable graph {name} and its library disagree on the dtype or the dimensions of {output.name}"
+            )
     donated = form.get("donated", [])
     if not isinstance(donated, list) or not all(type(i) is int and 0 <= i < count for i in donated):
         raise PackageError(f"the portable graph {name} donates inputs that it does not have")
@@ -123,7 +142,8 @@ def graph_of(
 def graph_to_json(module: GraphModule, weights: Mapping[str, str], spell: Spell) -> dict[str, Any]:
     """Return ``module`` as JSON. It has placeholders, operators, constants, and one output: a flat tuple of tensors.
 
-    ``weights``: attribute -> weight key, for constants stored outside the graph. Raise :class:`ExportError` for a part that has no JSON form."""
+    ``weights``: attribute -> weight key, for constants stored outside the graph. Raise :class:`ExportError` for a part
+    that has no JSON form."""
     numbers: dict[Node, int] = {}
     nodes: list[Any] = []
     constants: dict[str, Any] = {}
@@ -164,19 +184,27 @@ def graph_from_json(
     weights: Mapping[str, torch.Tensor],
     sizes: Mapping[str, Any],
 ) -> GraphModule:
-    """Rebuild the graph; run it on ``inputs`` (fake, one per placeholder) for its shapes. Raise :class:`PackageError` if ``form`` is invalid."""
+    """Rebuild the graph; run it on ``inputs`` (fake, one per placeholder) for its shapes. Raise :class:`PackageError`
+    if ``form`` is invalid."""
     try:
-        # without the Python dispatcher, composite C++ operators (such as Fourier transforms) would silently fix a dynamic size
+        # without the Python dispatcher, composite C++ operators (such as Fourier transforms) would silently fix a
+        # dynamic size
         with fake_mode, torch.no_grad(), without_convolution_libraries(), torch_api.enable_python_dispatcher():
             return _graph(form, inputs, fake_mode, weights, sizes)
     except PackageError:
         raise
     except Exception as error:  # an operator may raise anything if its arguments do not fit
-        raise PackageError(f"it is not a valid graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        raise PackageError(
+            f"it is not a valid graph: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
 
 
 def _graph(
-    form: Mapping[str, Any], inputs: Sequence[torch.Tensor], fake_mode: Any, weights: Mapping[str, torch.Tensor], sizes: Mapping[str, Any]
+    form: Mapping[str, Any],
+    inputs: Sequence[torch.Tensor],
+    fake_mode: Any,
+    weights: Mapping[str, torch.Tensor],
+    sizes: Mapping[str, Any],
 ) -> GraphModule:
     root = torch.nn.Module()
     graph = FxGraph()
@@ -195,7 +223,9 @@ def _graph(
             if kind == "constant":
                 constant = form["constants"][str(n)]
                 with torch_api.unset_fake_temporarily():
-                    value = torch.tensor(constant["values"], dtype=getattr(torch, constant["dtype"])).reshape(constant["shape"])
+                    value = torch.tensor(constant["values"], dtype=getattr(torch, constant["dtype"])).reshape(
+                        constant["shape"]
+                    )
             elif parts[0] in weights:
                 value = weights[parts[0]]
             else:
@@ -204,19 +234,27 @@ def _graph(
             node = graph.get_attr(f"{kind}{n}")
             node.meta["val"] = fake_mode.from_tensor(value, static_shapes=True)
         elif kind == "graph":
-            child = _graph(parts[0], [_fake(metadata, inputs, sizes) for metadata in parts[0]["inputs"]], fake_mode, weights, sizes)
+            child = _graph(
+                parts[0], [_fake(metadata, inputs, sizes) for metadata in parts[0]["inputs"]], fake_mode, weights, sizes
+            )
             root.add_module(f"graph{n}", child)
             node = graph.get_attr(f"graph{n}")
             node.meta["val"] = child
         elif kind == "output":
             results = _read(parts[0], nodes)
-            node = graph.output(tuple(results) if isinstance(results, list) else results)  # a body may return a single value
+            # A body may return a single value
+            node = graph.output(tuple(results) if isinstance(results, list) else results)
         else:
-            target, args, kwargs = _target(kind), tuple(_read(parts[0], nodes)), {_identifier(k): v for k, v in _read(parts[1], nodes).items()}
+            target, args, kwargs = (
+                _target(kind),
+                tuple(_read(parts[0], nodes)),
+                {_identifier(k): v for k, v in _read(parts[1], nodes).items()},
+            )
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
-            if bindings := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):  # data-dependent sizes
+            # data-dependent sizes
+            if bindings := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):
                 node.meta["unbacked_bindings"] = bindings
         if n in kernels:
             node.meta[EAGER_KERNEL] = True
@@ -232,29 +270,39 @@ def _graph(
     return GraphModule(root, graph)
 
 
-def _constant(module: GraphModule, node: Node, weights: Mapping[str, str], constants: dict[str, Any], n: int, spell: Spell) -> list[Any]:
+def _constant(
+    module: GraphModule, node: Node, weights: Mapping[str, str], constants: dict[str, Any], n: int, spell: Spell
+) -> list[Any]:
     target = str(node.target)
     if target in weights:
         return ["weight", weights[target]]
     value = operator.attrgetter(target)(module)
     if isinstance(value, GraphModule):
         form = graph_to_json(value, {}, spell)
-        form["inputs"] = [_metadata(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")]
+        form["inputs"] = [
+            _metadata(p.meta.get("val"), spell, body=True) for p in value.graph.find_nodes(op="placeholder")
+        ]
         return ["graph", form]
     if not isinstance(value, torch.Tensor) or value.numel() > 1024:
         raise ExportError(f"the graph holds {target}, a {type(value).__name__} that cannot be written")
-    constants[str(n)] = {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist(), "shape": list(value.shape)}
+    constants[str(n)] = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "values": value.tolist(),
+        "shape": list(value.shape),
+    }
     return ["constant"]
 
 
 def _metadata(value: Any, spell: Spell, *, body: bool = False) -> Any:
-    """Return dtype, sizes and strides of a tensor, a list for several values, and None for anything else. ``body``: ``value`` is an input of a
-    control-flow body, which the reader runs again."""
+    """Return dtype, sizes and strides of a tensor, a list for several values, and None for anything else. ``body``:
+    ``value`` is an input of a control-flow body, which the reader runs again."""
     if isinstance(value, (list, tuple)) and not body:
         return [_metadata(v, spell) for v in value]
     if not isinstance(value, torch.Tensor):
         if body:
-            raise ExportError("the body of a control-flow operator takes an input that is not a tensor, and cannot be written")
+            raise ExportError(
+                "the body of a control-flow operator takes an input that is not a tensor, and cannot be written"
+            )
         return None
     words = [s if isinstance(s, int) else spell(s) for s in (*value.shape, *value.stride())]
     return [str(value.dtype).removeprefix("torch."), words[: value.dim()], words[value.dim() :]]
@@ -300,15 +348,22 @@ def _target(name: Any) -> Any:
         target = getattr(getattr(torch.ops, namespace), packet)
         target = getattr(target, overload) if overload else target
     except AttributeError as error:
-        raise PackageError(f"it calls {name!r}, which is not registered in this process; import the library that registers it") from error
+        raise PackageError(
+            f"it calls {name!r}, which is not registered in this process; import the library that registers it"
+        ) from error
     # torch.ops also has plain functions (load_library, import_module), and their attributes lead to other objects
-    if not isinstance(target, (torch_api.OpOverload, torch_api.HigherOrderOperator)) or _name(target) != name or _has_side_effects(target):
+    if (
+        not isinstance(target, (torch_api.OpOverload, torch_api.HigherOrderOperator))
+        or _name(target) != name
+        or _has_side_effects(target)
+    ):
         raise PackageError(f"it calls {name!r}, which is not allowed")
     return target
 
 
 def _has_side_effects(target: Any) -> bool:
-    """Return whether the operator touches files, even on fake tensors, or exists only in TorchScript (``aten.save``, ``prim.Print``)."""
+    """Return whether the operator touches files, even on fake tensors, or exists only in TorchScript (``aten.save``,
+    ``prim.Print``)."""
     if isinstance(target, torch_api.HigherOrderOperator):
         return False
     return target._schema.name in _NEVER or not torch_api._dispatch_has_kernel(target.name())

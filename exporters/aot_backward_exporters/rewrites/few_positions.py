@@ -1,8 +1,9 @@
 """Convolutions of one number each, with large weights, at few positions: by oneDNN also on one thread.
 
-On one thread and for fewer than 16 images, PyTorch (2.13) computes a convolution with a kernel of 1 by 1 as one product an image, which has as many
-columns as there are positions. MKL is slow for so few. PyTorch leaves dilated convolutions to oneDNN, and the dilation of one number changes nothing.
-So these convolutions are marked as dilated. Milliseconds of the convolution and of its gradients on one thread, for 8 images of 3 by 3:
+On one thread and for fewer than 16 images, PyTorch (2.13) computes a convolution with a kernel of 1 by 1 as one product
+an image, which has as many columns as there are positions. MKL is slow for so few. PyTorch leaves dilated convolutions
+to oneDNN, and the dilation of one number changes nothing. So these convolutions are marked as dilated. Milliseconds of
+the convolution and of its gradients on one thread, for 8 images of 3 by 3:
 
 | channels | products | oneDNN |
 |---|---|---|
@@ -41,7 +42,13 @@ def by_onednn(module: GraphModule, fake_mode: Any) -> None:
 def _has_few_positions(args: dict[str, Any]) -> bool:
     x, weight = args["input"].meta["val"], args["weight"].meta["val"]
     sizes, (_, _, *kernel) = x.shape[2:], weight.shape
-    if x.device.type != "cpu" or x.dtype != torch.float32 or args["groups"] != 1 or args["transposed"] or x.dim() != weight.dim():
+    if (
+        x.device.type != "cpu"
+        or x.dtype != torch.float32
+        or args["groups"] != 1
+        or args["transposed"]
+        or x.dim() != weight.dim()
+    ):
         return False
     if any(args["padding"]) or any(step != 1 for name in ("stride", "dilation") for step in args[name]):
         return False

@@ -1,8 +1,9 @@
 """Turns a sum of adjacent parts, each padded with zeros, into one ``cat``.
 
-If every ``x[i]`` of a tensor is used, as in the packed projection of ``nn.MultiheadAttention``, its gradient is a sum of
-``select_scatter`` into zeros. Inductor computes every element of each part for every element of the whole. With a dynamic size, the indices of
-fused views are divisions in the innermost loop: 13.7 ms of a backward of 27 ms.
+If every ``x[i]`` of a tensor is used, as in the packed projection of ``nn.MultiheadAttention``, its gradient is a sum
+of
+``select_scatter`` into zeros. Inductor computes every element of each part for every element of the whole. With a
+dynamic size, the indices of fused views are divisions in the innermost loop: 13.7 ms of a backward of 27 ms.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ERASED = (aten.add.Tensor, aten.select_scatter.default, aten.full.default)
 
 @dataclass
 class _Sum:
-    """The summands of a term: parts along one dimension, and at most one further term. Two further terms would change the order of additions."""
+    """The summands of a term: parts along one dimension, and at most one further term. Two further terms would change
+    the order of additions."""
 
     dim: int = -1
     parts: dict[int, Node] = field(default_factory=dict)  # the number of a part -> the part
@@ -48,7 +50,9 @@ def _rewrite(graph: Graph, fake_mode: Any) -> None:
             if type(size) is int and 1 < size == len(total.parts):
                 with graph.inserting_before(node), fake_mode:
                     result = _joined(graph, total)
-                    if torch_api.is_contiguous_or_false(node.meta["val"]) and not torch_api.is_contiguous_or_false(result.meta["val"]):
+                    if torch_api.is_contiguous_or_false(node.meta["val"]) and not torch_api.is_contiguous_or_false(
+                        result.meta["val"]
+                    ):
                         result = call(graph, aten.clone.default, result, memory_format=torch.contiguous_format)
                 node.replace_all_uses_with(result)
                 erase(graph, node, _ERASED)
@@ -63,12 +67,18 @@ def _total(node: Node, sums: dict[Node, _Sum]) -> _Sum:
         return default
     terms = []
     for term in node.args:
-        if not isinstance(term, Node) or not isinstance(term.meta["val"], torch.Tensor) or _dtype_and_sizes(term) != _dtype_and_sizes(node):
+        if (
+            not isinstance(term, Node)
+            or not isinstance(term.meta["val"], torch.Tensor)
+            or _dtype_and_sizes(term) != _dtype_and_sizes(node)
+        ):
             return default  # a number, or a size, is added to every part
         terms.append(sums.pop(term, _Sum(further=term)) if len(term.users) == 1 else _Sum(further=term))
     target, other = sorted(terms, key=lambda s: len(s.parts), reverse=True)
     extra_terms = [s.further for s in terms if s.further is not None]
-    if len(extra_terms) > 1 or (other.parts and (target.dim != other.dim or not target.parts.keys().isdisjoint(other.parts))):
+    if len(extra_terms) > 1 or (
+        other.parts and (target.dim != other.dim or not target.parts.keys().isdisjoint(other.parts))
+    ):
         return default
     target.parts.update(other.parts)
     target.further = extra_terms[0] if extra_terms else None
@@ -92,7 +102,12 @@ def _part(node: Node) -> _Sum | None:
         return None
     zeros, part, dim, index = node.args
     value = node.meta["val"]
-    if not (isinstance(zeros, Node) and zeros.target is aten.full.default and type(zeros.args[1]) in (int, float) and zeros.args[1] == 0):
+    if not (
+        isinstance(zeros, Node)
+        and zeros.target is aten.full.default
+        and type(zeros.args[1]) in (int, float)
+        and zeros.args[1] == 0
+    ):
         return None
     if not isinstance(part, Node) or type(dim) is not int or type(index) is not int:
         return None

@@ -1,10 +1,11 @@
 """Removes views that merge a dynamic dimension with another one, only for a later view to split them again.
 
-Inductor indexes through views by division and remainder. It removes unnecessary ones for constant sizes but not for dynamic ones, so they stay
-in the innermost loop. The heads of an attention are an example: ``(batch, 4, n, 16)`` as ``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
+Inductor indexes through views by division and remainder. It removes unnecessary ones for constant sizes but not for
+dynamic ones, so they stay in the innermost loop. The heads of an attention are an example: ``(batch, 4, n, 16)`` as
+``(4·batch, n, 16)``, transposed, as ``(n, batch, 64)``.
 
-If a ``cat`` joins tensors with merged last sizes, such as the gradients of queries, keys and values, this module joins them before they are
-merged: a loop over merged sizes divides even if all sizes are constant.
+If a ``cat`` joins tensors with merged last sizes, such as the gradients of queries, keys and values, this module joins
+them before they are merged: a loop over merged sizes divides even if all sizes are constant.
 """
 
 from __future__ import annotations
@@ -23,18 +24,26 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def split_merged_views(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrite the graph of ``module``: a view of a transposed, merged view becomes a view of the transposed original."""
+    """Rewrite the graph of ``module``: a view of a transposed, merged view becomes a view of the transposed
+    original."""
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         with fake_mode:
             _merge_after(module, node)
     erased: set[Node] = set()
     for node in list(module.graph.nodes):
-        if node not in erased and node.op == "call_function" and node.target in _VIEWS and (merge := _merged_before(node)):
+        if (
+            node not in erased
+            and node.op == "call_function"
+            and node.target in _VIEWS
+            and (merge := _merged_before(node))
+        ):
             source, order = merge
             producer = node.args[0]
             with module.graph.inserting_before(node), fake_mode:
                 permuted = call(module.graph, aten.permute.default, source, order)
-                node.update_arg(0, call(module.graph, aten.clone.default, permuted, memory_format=torch.contiguous_format))
+                node.update_arg(
+                    0, call(module.graph, aten.clone.default, permuted, memory_format=torch.contiguous_format)
+                )
             if not producer.users:
                 erased |= erase(module.graph, producer, (*_VIEWS, aten.permute.default, aten.clone.default))
 
@@ -48,7 +57,11 @@ def _merge_after(module: GraphModule, node: Node) -> None:
     if not torch_api.is_contiguous_or_false(value):
         return
     groups = [*([i] for i in range(value.dim() - 1)), [value.dim() - 1, value.dim()]]
-    sources = [part.args[0] for part in parts if part.target in _VIEWS and _groups(_sizes(part.args[0]), _sizes(part)) == groups]
+    sources = [
+        part.args[0]
+        for part in parts
+        if part.target in _VIEWS and _groups(_sizes(part.args[0]), _sizes(part)) == groups
+    ]
     if len(sources) < len(parts) or len({str(source.meta["val"].shape[-1]) for source in sources}) > 1:
         return
     graph = module.graph
@@ -60,7 +73,8 @@ def _merge_after(module: GraphModule, node: Node) -> None:
 
 
 def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
-    """Return the tensor that ``node`` views, before merging and transposing, and its permutation; None if nothing dynamic was merged."""
+    """Return the tensor that ``node`` views, before merging and transposing, and its permutation; None if nothing
+    dynamic was merged."""
     view_input = node.args[0]
     if not isinstance(view_input, Node) or not torch_api.is_contiguous_or_false(view_input.meta["val"]):
         return None  # its strides might differ then
@@ -74,7 +88,9 @@ def _merged_before(node: Node) -> tuple[Node, list[int]] | None:
     if source is None:
         return None
     groups = _groups(_sizes(source), _sizes(merge_view))
-    if groups is None or not any(len(g) > 1 and any(not s.is_number for s in (_sizes(source)[i] for i in g)) for g in groups):
+    if groups is None or not any(
+        len(g) > 1 and any(not s.is_number for s in (_sizes(source)[i] for i in g)) for g in groups
+    ):
         return None
     order: Any = permute.args[1]
     return source, [i for place in order for i in groups[place]]
@@ -92,7 +108,8 @@ def _sizes(node: Node) -> list[sympy.Expr]:
 
 
 def _groups(before: list[sympy.Expr], after: list[sympy.Expr]) -> list[list[int]] | None:
-    """Return for each size in ``after`` the positions in ``before`` that it is the product of, in order; None if some size is split instead."""
+    """Return for each size in ``after`` the positions in ``before`` that it is the product of, in order; None if some
+    size is split instead."""
     out: list[list[int]] = []
     place = 0
     for size in after:

@@ -1,7 +1,8 @@
 """Sums of rows by eager's kernel instead of Inductor's loops, which add numbers atomically, one by one.
 
-Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``. For ``scatter_add`` with a
-constant index along the row, Inductor calls ``scatter_reduce``. Its kernel sorts the index and adds whole rows as vectors if a row has at least
+Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``.
+For ``scatter_add`` with a constant index along the row, Inductor calls ``scatter_reduce``. Its kernel sorts the index
+and adds whole rows as vectors if a row has at least
 8 numbers.
 """
 
@@ -21,8 +22,9 @@ from . import graph_edit
 aten = torch.ops.aten
 
 WIDTH = 8
-"""Minimum row length. Shorter rows are faster one number at a time: a package with rows of 3 needed 201 µs by ``scatter_reduce`` and 166 without.
-With rows of 12 a graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65 one number at a time."""
+"""Minimum row length. Shorter rows are faster one number at a time: a package with rows of 3 needed 201 µs by
+``scatter_reduce`` and 166 without. With rows of 12 a graph network of 1,032 nodes takes 0.88 of eager's time, and 1.65
+one number at a time."""
 
 
 def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
@@ -35,8 +37,9 @@ def by_scatter_add(module: GraphModule, fake_mode: Any) -> None:
 
 
 def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
-    """Return the target of the addition, the mask of the rows that count (None: all), their index, and the rows. Return None if ``node`` does not add
-    rows of floats on a CPU, or if ``scatter_add`` might differ: other strides, or an error."""
+    """Return the target of the addition, the mask of the rows that count (None: all), their index, and the rows. Return
+    None if ``node`` does not add rows of floats on a CPU, or if ``scatter_add`` might differ: other strides, or an
+    error."""
     arguments: Any = node.args
     if node.target in (aten.index_put.default, aten._unsafe_index_put.default) and len(arguments) > 3 and arguments[3]:
         (base, indices, rows), mask = arguments[:3], None
@@ -45,7 +48,12 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     else:
         return None
     value, addend = base.meta["val"], rows.meta["val"]
-    if value.device.type != "cpu" or not value.dtype.is_floating_point or value.dtype.itemsize < 2 or addend.dtype != value.dtype:
+    if (
+        value.device.type != "cpu"
+        or not value.dtype.is_floating_point
+        or value.dtype.itemsize < 2
+        or addend.dtype != value.dtype
+    ):
         return None
     if len(indices) != 1 or indices[0] is None or value.ndim == 0 or not torch_api.is_contiguous_or_false(value):
         return None
@@ -57,12 +65,21 @@ def _added_rows(node: Node) -> tuple[Node, Node | None, Node, Node] | None:
     if sum(type(n) is not int for n in index.shape) > 1 and not torch_api.at_least("2.13"):
         return None  # Inductor would compare their product with 2
     full_shape = [*index.shape, *value.shape[1:]]
-    if addend.ndim != len(full_shape) or not all(_same(a, b) or _is(a, 1) for a, b in zip(addend.shape, full_shape, strict=True)):
+    if addend.ndim != len(full_shape) or not all(
+        _same(a, b) or _is(a, 1) for a, b in zip(addend.shape, full_shape, strict=True)
+    ):
         return None
     if mask is not None:
         mask_shape = mask.meta["val"].shape
-        is_row_mask = len(mask_shape) == len(full_shape) and all(_same(a, b) for a, b in zip(mask_shape, index.shape, strict=False))
-        if not is_row_mask or not all(_is(n, 1) for n in mask_shape[index.ndim :]) or type(value.shape[0]) is not int or value.shape[0] == 0:
+        is_row_mask = len(mask_shape) == len(full_shape) and all(
+            _same(a, b) for a, b in zip(mask_shape, index.shape, strict=False)
+        )
+        if (
+            not is_row_mask
+            or not all(_is(n, 1) for n in mask_shape[index.ndim :])
+            or type(value.shape[0]) is not int
+            or value.shape[0] == 0
+        ):
             return None  # the mask chooses within rows, or there is no row to replace the masked ones
     return base, mask, indices[0], rows
 
@@ -97,7 +114,10 @@ def _scatter_add(graph: Graph, base: Node, mask: Node | None, index: Node, rows:
     height, *width = sizes(base)
     lengths = sizes(index)
     full_shape = [*lengths, *width]
-    if not all(_same(a, b) for a, b in zip(rows.meta["val"].shape, (*index.meta["val"].shape, *base.meta["val"].shape[1:]), strict=True)):
+    if not all(
+        _same(a, b)
+        for a, b in zip(rows.meta["val"].shape, (*index.meta["val"].shape, *base.meta["val"].shape[1:]), strict=True)
+    ):
         rows = call(aten.expand.default, rows, full_shape)
     if mask is not None:
         row_mask = call(aten.view.default, contiguous(mask), lengths)

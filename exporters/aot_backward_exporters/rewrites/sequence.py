@@ -41,7 +41,8 @@ REWRITES = (
 
 
 def rewrite(module: GraphModule, fake_mode: Any) -> None:
-    """Rewrite ``module`` and its subgraphs, the bodies of control flow. ``fake_mode``: the mode of its nodes' values."""
+    """Rewrite ``module`` and its subgraphs, the bodies of control flow. ``fake_mode``: the mode of its nodes'
+    values."""
     for graph_pass in REWRITES:
         graph_pass(module, fake_mode)
     for _, child in module.named_children():

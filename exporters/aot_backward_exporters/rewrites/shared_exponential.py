@@ -1,8 +1,8 @@
 """Computes ``erf(c·x)`` and ``exp(-c²·x²)``, which both occur in the gradient of GELU, with one exponential.
 
-On a CPU torch computes ``erf`` of float32 as 1 - t·P(t)·exp(-x²), with t = 1 / (1 + p·|x|) (Abramowitz and Stegun, 7.1.26: to 1.5e-7). Inductor
-calls that as a function, and computes the exponential again: GELU's gradient then takes 1.8 ns a number on one thread with AVX2, and 1.4 with
-one exponential.
+On a CPU torch computes ``erf`` of float32 as 1 - t·P(t)·exp(-x²), with t = 1 / (1 + p·|x|) (Abramowitz and Stegun,
+7.1.26: to 1.5e-7). Inductor calls that as a function, and computes the exponential again: GELU's gradient then takes
+1.8 ns a number on one thread with AVX2, and 1.4 with one exponential.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ _ERF_COEFFICIENTS = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061
 
 def by_one(module: GraphModule, fake_mode: Any) -> None:
     """Rewrite the graph of ``module``."""
-    exponentials = [(square, node) for node in module.graph.find_nodes(op="call_function", target=aten.exp.default) if (square := _of_square(node))]
+    exponentials = [
+        (square, node)
+        for node in module.graph.find_nodes(op="call_function", target=aten.exp.default)
+        if (square := _of_square(node))
+    ]
     powers: dict[tuple[Node, float], Node] = {}
     for node in module.graph.find_nodes(op="call_function", target=aten.erf.default):
         product = _scaled(node.args[0])
         if product is None or node.meta["val"].device.type != "cpu" or node.meta["val"].dtype != torch.float32:
             continue
         x, factor = product
-        matches = [e for (base, coefficient), e in exponentials if base is x and math.isclose(coefficient, -factor * factor, rel_tol=1e-12)]
+        matches = [
+            e
+            for (base, coefficient), e in exponentials
+            if base is x and math.isclose(coefficient, -factor * factor, rel_tol=1e-12)
+        ]
         if matches:
             if product not in powers:
                 with module.graph.inserting_before(min((*matches, node))), fake_mode:

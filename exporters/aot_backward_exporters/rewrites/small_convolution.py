@@ -1,11 +1,13 @@
 """Small convolutions and their gradients, as batched products instead of eager's kernel.
 
-The kernel (oneDNN's) reorders input, weight and result at each call, and a weight in training changes each time: some 50 µs before it computes
-anything, and 50 to 100 for a gradient. The products only need the windows of the input copied side by side, which takes less time for small
-inputs. A dynamic batch may be small or large: then each call chooses, by its rows.
+The kernel (oneDNN's) reorders input, weight and result at each call, and a weight in training changes each time: some
+50 µs before it computes anything, and 50 to 100 for a gradient. The products only need the windows of the input copied
+side by side, which takes less time for small inputs. A dynamic batch may be small or large: then each call chooses, by
+its rows.
 
-The products multiply the zeros around the input, which the kernel skips: if a weight or an incoming gradient is Inf or NaN, results at the border may
-be NaN that are finite or Inf in eager. This only affects tensors that contain an Inf or a NaN in eager, too.
+The products multiply the zeros around the input, which the kernel skips: if a weight or an incoming gradient is Inf or
+NaN, results at the border may be NaN that are finite or Inf in eager. This only affects tensors that contain an Inf or
+a NaN in eager, too.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from .graph_edit import arguments
 
 aten = torch.ops.aten
 _MAX_WINDOW_NUMBERS = 256 << 10
-"""Maximum numbers in the windows of the input; if the input's gradient is needed, too, the mean of these and of the windows of the incoming
-gradient. With half as many a convolution and its gradients take 0.2 to 0.8 of the kernel's time (two threads: 0.2 to 0.9), with as many 0.3 to 1.0,
-with half more 0.5 to 1.2."""
+"""Maximum numbers in the windows of the input; if the input's gradient is needed, too, the mean of these and of the
+windows of the incoming gradient. With half as many a convolution and its gradients take 0.2 to 0.8 of the kernel's time
+(two threads: 0.2 to 0.9), with as many 0.3 to 1.0, with half more 0.5 to 1.2."""
 WEIGHT = 16 << 10
-"""Maximum numbers in the weight, which the gradients copy and reorder. A 3 by 3 convolution from 128 channels to 128 (147,456 numbers) on one image
-of 4 by 4 took 1.3 times as long as by the kernel."""
+"""Maximum numbers in the weight, which the gradients copy and reorder. A 3 by 3 convolution from 128 channels to 128
+(147,456 numbers) on one image of 4 by 4 took 1.3 times as long as by the kernel."""
 _FORWARD, _BACKWARD = aten.convolution.default, aten.convolution_backward.default
 _LISTS = ("stride", "padding", "dilation", "output_padding")
 _OPTIONS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
@@ -42,9 +44,15 @@ def by_products(module: GraphModule, fake_mode: Any) -> None:
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in (_FORWARD, _BACKWARD):
             args = _arguments(node)
-            if _is_plain(args) and (node.target is _FORWARD or _can_be_products(args)) and (max_rows := _most_rows(args)):
+            if (
+                _is_plain(args)
+                and (node.target is _FORWARD or _can_be_products(args))
+                and (max_rows := _most_rows(args))
+            ):
                 with fake_mode:
-                    (_replace_forward if node.target is _FORWARD else _replace_backward)(node, args, max_rows, fake_mode)
+                    (_replace_forward if node.target is _FORWARD else _replace_backward)(
+                        node, args, max_rows, fake_mode
+                    )
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -54,10 +62,16 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _is_plain(args: dict[str, Any]) -> bool:
-    """Return whether it is in float32 on a CPU, neither grouped nor transposed, in the order of batch, channels and positions. The batch may be
-    dynamic."""
+    """Return whether it is in float32 on a CPU, neither grouped nor transposed, in the order of batch, channels and
+    positions. The batch may be dynamic."""
     x, weight = args["input"].meta["val"], args["weight"].meta["val"]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or args["groups"] != 1 or args["transposed"]:
+    if (
+        x.device.type != "cpu"
+        or x.dtype != torch.float32
+        or weight.dtype != torch.float32
+        or args["groups"] != 1
+        or args["transposed"]
+    ):
         return False
     if x.dim() != weight.dim() or not all(type(size) is int and size > 0 for size in (*x.shape[1:], *weight.shape)):
         return False
@@ -65,10 +79,15 @@ def _is_plain(args: dict[str, Any]) -> bool:
 
 
 def _most_rows(args: dict[str, Any]) -> float:
-    """Return the maximum rows for products: 0 for none, also if the example has more; infinity if every possible number is below the limit."""
+    """Return the maximum rows for products: 0 for none, also if the example has more; infinity if every possible number
+    is below the limit."""
     rows, channels, *sizes = args["input"].meta["val"].shape
     out, _, *kernel = args["weight"].meta["val"].shape
-    if math.prod(kernel) == 1 or args["weight"].meta["val"].numel() > WEIGHT or not has_hints(args["input"].meta["val"]):
+    if (
+        math.prod(kernel) == 1
+        or args["weight"].meta["val"].numel() > WEIGHT
+        or not has_hints(args["input"].meta["val"])
+    ):
         return 0  # for a kernel of one number, the library's is a product already
     of_input = math.prod(kernel) * channels * math.prod(_shape(args).places(sizes))
     of_grad = math.prod(kernel) * out * math.prod(sizes)
@@ -80,8 +99,8 @@ def _most_rows(args: dict[str, Any]) -> float:
 
 
 def _can_be_products(args: dict[str, Any]) -> bool:
-    """Return whether a backward can be products: the input's gradient, if needed, must be a convolution of the incoming one. If only the bias's is
-    requested, eager's kernel also returns the weight's, so it stays."""
+    """Return whether a backward can be products: the input's gradient, if needed, must be a convolution of the incoming
+    one. If only the bias's is requested, eager's kernel also returns the weight's, so it stays."""
     shape, mask = _shape(args), args["output_mask"]
     fits = all(p <= d * (k - 1) and s == 1 for k, s, p, d in zip(*shape, strict=True))
     return fits if mask[0] else mask[1]
@@ -116,7 +135,11 @@ def _replace_backward(node: Node, args: dict[str, Any], max_rows: float, fake_mo
             lambda: products.of_weight(grad, x, weight, shape),
             lambda: grad.sum([0, *range(2, grad.dim())]),
         )
-        return tuple(with_strides(make(), value) for make, value, needs_grad in zip(makers, node.meta["val"], mask, strict=True) if needs_grad)
+        return tuple(
+            with_strides(make(), value)
+            for make, value, needs_grad in zip(makers, node.meta["val"], mask, strict=True)
+            if needs_grad
+        )
 
     def by_kernel(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch_api.unguarded(fake_mode):
@@ -132,7 +155,8 @@ _Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def _by_rows(max_rows: float, few: _Function, many: _Function) -> _Function:
-    """Return ``few`` if the first argument has at most ``max_rows`` rows, else ``many``: decided here, or by each call."""
+    """Return ``few`` if the first argument has at most ``max_rows`` rows, else ``many``: decided here, or by each
+    call."""
     if max_rows == math.inf:
         return few
     return lambda *operands: torch.ops.higher_order.cond(operands[0].shape[0] <= max_rows, few, many, operands)

@@ -1,8 +1,9 @@
 """``tanh`` of 32-bit and 16-bit floats on a CPU, by ``exp`` and a polynomial.
 
-Inductor calls Sleef's ``tanh``: its double-length arithmetic takes 2.7 ns a number on one thread with AVX2; eager calls MKL's (0.3 ns).
-Written out it takes 1.0 ns within the surrounding loop, with similar accuracy: at most 1.05 units in the last place from the true value (Sleef's 1.0,
-MKL's 0.6). It is odd, and never more than 1.
+Inductor calls Sleef's ``tanh``: its double-length arithmetic takes 2.7 ns a number on one thread with AVX2; eager calls
+MKL's (0.3 ns).
+Written out it takes 1.0 ns within the surrounding loop, with similar accuracy: at most 1.05 units in the last place
+from the true value (Sleef's 1.0, MKL's 0.6). It is odd, and never more than 1.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _TANH_COEFFICIENTS = (
     float.fromhex("0x1.492fc8p-6"),
     float.fromhex("-0x1.50c446p-8"),
 )
-"""Coefficients of x³, x⁵, … in tanh(x) - x, each a float32: least squares of the relative error over [0, 0.7], reweighted until its extremes
-were equal (1.6e-8)."""
+"""Coefficients of x³, x⁵, … in tanh(x) - x, each a float32: least squares of the relative error over [0, 0.7],
+reweighted until its extremes were equal (1.6e-8)."""
 
 
 def by_exp(module: GraphModule, fake_mode: Any) -> None:

@@ -1,8 +1,9 @@
 """Variances of floats on a CPU, by a sum for the mean and a sum of squares.
 
 Inductor uses Welford's algorithm (every step waits for the one before it) if the number of elements is dynamic or more
-than 1,024 (before torch 2.13 than 8): 64 rows of 8 channels of 8 by 8, normalised, took 1.4 times as long as by two passes, and rows of 2,000 numbers
-1.7 times. The second read hit a cache, or was 6 MB and took no longer. Both are equally accurate.
+than 1,024 (before torch 2.13 than 8): 64 rows of 8 channels of 8 by 8, normalised, took 1.4 times as long as by two
+passes, and rows of 2,000 numbers 1.7 times. The second read hit a cache, or was 6 MB and took no longer. Both are
+equally accurate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Lets loops that check an index run on several threads.
 
-Inductor checks each index where it is used, and the check throws. An exception that leaves an OpenMP region ends the process. So a failed check ends
-its iteration, and is thrown again after the region. Until then all iterations of the region's loops are skipped, because a later loop may take for
-an index what the failed one should have written. Kernels of another form stay as they are, and run on one thread
-(:func:`.cpp_source.kernel_source`); so do those that add to shared places, whose sums would have no fixed order.
+Inductor checks each index where it is used, and the check throws. An exception that leaves an OpenMP region ends the
+process. So a failed check ends its iteration, and is thrown again after the region. Until then all iterations of the
+region's loops are skipped, because a later loop may take for an index what the failed one should have written. Kernels
+of another form stay as they are, and run on one thread (:func:`.cpp_source.kernel_source`); so do those that add to
+shared places, whose sums would have no fixed order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def in_parallel(kernels: str) -> str:
 
 
 def _function(text: str) -> str:
-    """Return one kernel with its checks caught; the same text if a region has a check outside of its loops, or a loop of another form."""
+    """Return one kernel with its checks caught; the same text if a region has a check outside of its loops, or a loop
+    of another form."""
     lines = text.split("\n")
     start = 0
     while start < len(lines):
@@ -54,7 +56,8 @@ def _function(text: str) -> str:
 
 
 def _catch(lines: list[str], start: int, end: int) -> bool:
-    """Catch what the loops of a region throw, in ``lines``, if any has a check. Return whether all its checks are in such loops."""
+    """Catch what the loops of a region throw, in ``lines``, if any has a check. Return whether all its checks are in
+    such loops."""
     if not any(_CHECK in each for each in lines[start:end]):
         return True
     line = start
@@ -62,7 +65,9 @@ def _catch(lines: list[str], start: int, end: int) -> bool:
         if loop := _LOOP.fullmatch(lines[line]):
             body = line
             for _ in range(int(loop[1] or 1)):
-                body = next((n for n in range(body + 1, end) if not lines[n].lstrip().startswith(("for(", "#pragma GCC"))), end)
+                body = next(
+                    (n for n in range(body + 1, end) if not lines[n].lstrip().startswith(("for(", "#pragma GCC"))), end
+                )
             last = _end(lines, body)
             if last is None:
                 return False

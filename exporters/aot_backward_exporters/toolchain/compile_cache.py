@@ -1,8 +1,9 @@
 """The exporter's cache on disk: folders named by the digest of their inputs, written completely or not at all.
 
-``compiled/`` holds a library per graph and byte code of the exporter. ``objects/`` holds an object per C++ file: it is not compiled again if a change
-of the exporter leaves the text the same. ``shared/`` holds the common parts of all libraries of one torch and compiler. Processes may share them.
-Libraries and objects are verified when they are read; anything may be deleted at any time.
+``compiled/`` holds a library per graph and byte code of the exporter. ``objects/`` holds an object per C++ file: it is
+not compiled again if a change of the exporter leaves the text the same. ``shared/`` holds the common parts of all
+libraries of one torch and compiler. Processes may share them. Libraries and objects are verified when they are read;
+anything may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _AFTER = ("onnx", "portable")  # of the exporters: compiling imports nothing of 
 
 @dataclass(frozen=True)
 class CachedLibrary:
-    """One compiled graph. ``extern``: empty if no operator needs it. ``constants``: the library's name of each -> the graph's attribute.
-    ``guards``: the compiler's assumptions about sizes, in the symbols of the graph's canonical form."""
+    """One compiled graph. ``extern``: empty if no operator needs it. ``constants``: the library's name of each -> the
+    graph's attribute. ``guards``: the compiler's assumptions about sizes, in the symbols of the graph's canonical
+    form."""
 
     library: bytes
     metadata: bytes
@@ -62,8 +64,9 @@ def digest(value: Any) -> str:
 
 @functools.cache
 def digest_of_sources(folder: Path) -> str:
-    """Return the SHA-256 of what can change a library: the byte code of every Python file below ``folder`` and the content of every other file, by
-    relative path. Comments, words of docstrings, lines and names of local variables do not count, nor do the folders in ``_AFTER``."""
+    """Return the SHA-256 of what can change a library: the byte code of every Python file below ``folder`` and the
+    content of every other file, by relative path. Comments, words of docstrings, lines and names of local variables do
+    not count, nor do the folders in ``_AFTER``."""
     sources = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc")
     sources = [p for p in sources if p.parts[0] not in _AFTER]
     return digest({str(p): digest_of_source(folder / p) for p in sources})
@@ -116,7 +119,8 @@ def store(key: str, entry: CachedLibrary) -> None:
 
 
 def stored_object(key: str, build: Callable[[Path], None]) -> bytes:
-    """Return the object under ``key``. If it is missing or corrupt, ``build`` writes :data:`OBJECT` into the folder that it receives."""
+    """Return the object under ``key``. If it is missing or corrupt, ``build`` writes :data:`OBJECT` into the folder
+    that it receives."""
     folder = cache_root() / "objects" / key
 
     def build_and_sign(new: Path) -> None:
@@ -137,12 +141,15 @@ def _checksum(text: bytes, files: Mapping[str, bytes]) -> str:
 
 
 def store_folder(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``; if it is missing, ``build`` makes it in a temporary place and it is renamed. One process builds, the others wait."""
+    """Return ``folder``; if it is missing, ``build`` makes it in a temporary place and it is renamed. One process
+    builds, the others wait."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name[:16]}.lock").open("w")
     except OSError as error:
-        raise ExportError(f"the compile cache cannot be written: {error}; set AOT_BACKWARD_CACHE to a folder that you can write to") from error
+        raise ExportError(
+            f"the compile cache cannot be written: {error}; set AOT_BACKWARD_CACHE to a folder that you can write to"
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel when its holder dies
         if folder.exists():

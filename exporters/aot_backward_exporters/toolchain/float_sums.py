@@ -1,8 +1,9 @@
 """Sums of more floats than one accumulator adds accurately, or of an unknown number, by chunks and pairs of chunks.
 
-Inductor's helper for these (``CascadeSumHelper``) accumulates in heap memory, three allocations per sum: 16 sums of 64 numbers, in vectors
-of 4, took 4.6 µs, against 0.3 if the number is known, and all such sums took a third of a small convolutional network's time. Our helper
-accumulates in a register, and allocates when the first chunk is full, after 1,024 steps: 0.6 µs.
+Inductor's helper for these (``CascadeSumHelper``) accumulates in heap memory, three allocations per sum: 16 sums of 64
+numbers, in vectors of 4, took 4.6 µs, against 0.3 if the number is known, and all such sums took a third of a small
+convolutional network's time. Our helper accumulates in a register, and allocates when the first chunk is full, after
+1,024 steps: 0.6 µs.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ template <typename T> inline T sum_final(Sum<T>* of) {
 }
 }  // namespace aot_backward
 """
-"""Level k holds the sum of 2^k chunks if the number of chunks has that bit. Only inlined functions get the address of a ``Sum``: otherwise it
-would be in memory, too."""
+"""Level k holds the sum of 2^k chunks if the number of chunks has that bit. Only inlined functions get the address of a
+``Sum``: otherwise it would be in memory, too."""
 
 
 def in_registers(kernels: str) -> str:

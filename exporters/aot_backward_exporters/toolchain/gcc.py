@@ -1,8 +1,9 @@
 """Runs g++ for Inductor: in parallel instead of one by one, and only once for the parts that all graphs share.
 
-While a graph is lowered, :func:`record_commands` keeps the commands that Inductor's ``CppBuilder`` would run. :class:`Builder` runs them on all
-usable cores, with two precompiled headers (6 s each to build; 1.4 s off every wrapper and 1.5 s off every kernel file) and the C interface
-of the library compiled beforehand. The cache stores these three parts and every object by content.
+While a graph is lowered, :func:`record_commands` keeps the commands that Inductor's ``CppBuilder`` would run.
+:class:`Builder` runs them on all usable cores, with two precompiled headers (6 s each to build; 1.4 s off every wrapper
+and 1.5 s off every kernel file) and the C interface of the library compiled beforehand. The cache stores these three
+parts and every object by content.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ from ..process_state import patched
 from . import aarch64, checked_loops, cpp_source, products, wasm
 from .compile_cache import OBJECT, cache_root, digest, store_folder, stored_object
 
-_LINK_FLAGS = ("-s", "-Wl,--build-id=none", "-Wl,-z,noexecstack", f"-Wl,--version-script={Path(__file__).with_name('exports.map')}")
+_LINK_FLAGS = (
+    "-s",
+    "-Wl,--build-id=none",
+    "-Wl,-z,noexecstack",
+    f"-Wl,--version-script={Path(__file__).with_name('exports.map')}",
+)
 _UNUSED = "-ltorch"
-"""A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the linker would keep the
-dependency. Packages that run without PyTorch do not have it."""
+"""A library that only refers to others. In torch's CUDA build (2.15) it also has functions of the C++ library, so the
+linker would keep the dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
 _PARTS = {"wrapper.h": "wrapper.cpp", "kernel.h": "kernel.cpp", "interface": "wrapper.cpp", "torch": "wrapper.cpp"}
 """Parts that libraries share, and the file whose flags each is compiled with."""
@@ -41,10 +47,12 @@ _CROSS = {wasm.MACHINE: ("em++", "emscripten")}
 """Compilers for machines for which GNU has none, and the Debian packages that have them."""
 _TORCH = "libtorch_cpu.so"
 _UNASKED = "-mavx512bf16"
-"""A flag that Inductor (torch 2.13) adds for the first graph of a process if this machine has these instructions; the target may lack them."""
+"""A flag that Inductor (torch 2.13) adds for the first graph of a process if this machine has these instructions; the
+target may lack them."""
 _LARGE = 100_000
-"""Characters from which on a wrapper is compiled with -O1: the 430,000 of a BERT's training step in 3.2 s, with -O2 in 5.3. The code between the
-kernels then takes 1 % longer, which matters for calls of some µs, whose wrappers have 20,000 to 60,000."""
+"""Characters from which on a wrapper is compiled with -O1: the 430,000 of a BERT's training step in 3.2 s, with -O2 in
+5.3. The code between the kernels then takes 1 % longer, which matters for calls of some µs, whose wrappers have 20,000
+to 60,000."""
 _LINES_SHOWN = 15  # the last lines of a failing compiler's output: keeps the message short; a guess
 
 
@@ -56,8 +64,8 @@ class CompilerFailed(ExportError):
 
 @dataclass(frozen=True)
 class Command:
-    """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the link. ``machine``: what the
-    code is for."""
+    """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the
+    link. ``machine``: what the code is for."""
 
     compiler: tuple[str, ...]
     flags: tuple[str, ...]
@@ -67,7 +75,8 @@ class Command:
 
 @contextlib.contextmanager
 def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[list[Command]]:
-    """Return a context that records builds below ``folder`` instead of running them; targets are empty files, which Inductor then removes."""
+    """Return a context that records builds below ``folder`` instead of running them; targets are empty files, which
+    Inductor then removes."""
     builder = torch_api.CppBuilder
     original = builder.build
     commands: list[Command] = []
@@ -78,7 +87,8 @@ def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[l
             original(self)
             return
         command = _parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}"))
-        if machine != wasm.MACHINE or "weights.S" not in command.sources:  # this is assembler, for which wasm.py has C++
+        # This is assembler, for which wasm.py has C++
+        if machine != wasm.MACHINE or "weights.S" not in command.sources:
             commands.append(_for_machine(command, machine))
         target.touch()
 
@@ -108,7 +118,8 @@ def _for_machine(command: Command, machine: str) -> Command:
 
 
 def _short(path: str) -> str:
-    """Return ``…/c4cc2kw6….wrapper.cpp`` as ``wrapper.cpp``: relative and equal for all graphs, because the library contains it."""
+    """Return ``…/c4cc2kw6….wrapper.cpp`` as ``wrapper.cpp``: relative and equal for all graphs, because the library
+    contains it."""
     return ".".join(Path(path).name.split(".")[-2:])
 
 
@@ -127,22 +138,30 @@ def adjust_commands(march: str) -> Iterator[None]:
 
 
 def compiler(machine: str = HERE) -> tuple[str, ...]:
-    """Return the command of the C++ compiler that Inductor would use, or of the one for another machine: ``$CXX_AARCH64``, or GNU's; ``$CXX_WASM32``,
-    or emscripten's."""
+    """Return the command of the C++ compiler that Inductor would use, or of the one for another machine:
+    ``$CXX_AARCH64``, or GNU's; ``$CXX_WASM32``, or emscripten's."""
     if machine != HERE:
-        default, package = _CROSS.get(machine) or (f"{machine}-linux-gnu-g++", f"g++-{machine.replace('_', '-')}-linux-gnu")
+        default, package = _CROSS.get(machine) or (
+            f"{machine}-linux-gnu-g++",
+            f"g++-{machine.replace('_', '-')}-linux-gnu",
+        )
         command = tuple(shlex.split(os.environ.get(f"CXX_{machine.upper()}", ""))) or (default,)
         if shutil.which(command[0]) is None:
-            raise ExportError(f"code for {machine} needs the compiler {command[0]}, and none was found: apt-get install {package}")
+            raise ExportError(
+                f"code for {machine} needs the compiler {command[0]}, and none was found: apt-get install {package}"
+            )
         return command
     try:
         return tuple(shlex.split(torch_api.get_cpp_compiler()))
     except torch_api.InvalidCxxCompiler as error:
-        raise ExportError("exporting needs a C++ compiler, and none was found: apt-get install g++ (or set CXX)") from error
+        raise ExportError(
+            "exporting needs a C++ compiler, and none was found: apt-get install g++ (or set CXX)"
+        ) from error
 
 
 def c_compiler(machine: str) -> tuple[str, ...]:
-    """Return the command of the C compiler that comes with :func:`compiler`, which may begin with another program: ``ccache g++``, ``zig c++``."""
+    """Return the command of the C compiler that comes with :func:`compiler`, which may begin with another program:
+    ``ccache g++``, ``zig c++``."""
     command = compiler(machine)
     for number, word in enumerate(command):
         folder, slash, name = word.rpartition("/")
@@ -153,7 +172,8 @@ def c_compiler(machine: str) -> tuple[str, ...]:
 
 
 def emscripten_tool(name: str) -> str:
-    """Return the command of another program of emscripten: the one beside the compiler, if that is named by its path."""
+    """Return the command of another program of emscripten: the one beside the compiler, if that is named by its
+    path."""
     beside = Path(compiler(wasm.MACHINE)[0]).with_name(name)
     return str(beside) if beside.exists() else name
 
@@ -164,8 +184,9 @@ def compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 class Builder:
-    """Runs recorded commands in a thread pool. Leaving its ``with`` block waits for running commands and drops queued ones. An exception kills
-    running commands: their results are not needed, and an interrupted Python would wait for them before it exits."""
+    """Runs recorded commands in a thread pool. Leaving its ``with`` block waits for running commands and drops queued
+    ones. An exception kills running commands: their results are not needed, and an interrupted Python would wait for
+    them before it exits."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="g++")
@@ -185,8 +206,9 @@ class Builder:
         self._pool.shutdown(cancel_futures=True)
 
     def compile(self, name: str, commands: Sequence[Command], folder: Path, least_product: int) -> list[Future[None]]:
-        """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come first in the queue.
-        ``least_product``: the multiplications from which on a matrix product may be oneDNN's; 0 if the graph has none so large."""
+        """Start compiling the files of the graph ``name`` in ``folder``; shared parts that are not in the cache come
+        first in the queue. ``least_product``: the multiplications from which on a matrix product may be oneDNN's; 0 if
+        the graph has none so large."""
         compiles = commands[:-1]  # the last is the link
         if commands[-1].machine == wasm.MACHINE:
             return self._compile_for_wasm(name, compiles, folder)
@@ -198,12 +220,15 @@ class Builder:
                 text = prepare(text) if prepare else text
                 if least_product and file == "wrapper.cpp" and command.machine == "x86_64":
                     text = products.source(text, least_product)
-                (folder / file).write_text(aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text)
+                (folder / file).write_text(
+                    aarch64.source(text) if command.machine == aarch64.MACHINE and prepare else text
+                )
         self.prepare(commands)
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
     def prepare(self, commands: Sequence[Command]) -> None:
-        """Start compiling the parts that the library of ``commands`` shares with others; the ones that are needed first come first."""
+        """Start compiling the parts that the library of ``commands`` shares with others; the ones that are needed first
+        come first."""
         by_file = {file: command for command in commands for file in command.sources}
         for part, file in _PARTS.items():
             if file in by_file and part not in self._parts and (part != "torch" or by_file[file].machine != HERE):
@@ -217,7 +242,8 @@ class Builder:
         return [self._pool.submit(self._compile, name, command, folder) for command in compiles]
 
     def link(self, name: str, commands: Sequence[Command], folder: Path, library: Path) -> Future[None]:
-        """Link the objects of :meth:`compile`. No build id, no symbol table, no executable stack: the same graph gives the same bytes."""
+        """Link the objects of :meth:`compile`. No build id, no symbol table, no executable stack: the same graph gives
+        the same bytes."""
         command = commands[-1]
         objects = [_object(file) for c in commands for file in c.sources]
         if command.machine == wasm.MACHINE:
@@ -242,14 +268,19 @@ class Builder:
             header = self._parts[_HEADERS[file]].result()
             include_flags, part = ["-include", str(header / _HEADERS[file]), f"-I{header / 'include'}"], header.name
         text = (folder / file).read_text()
-        flags = [*command.flags, "-O1"] if file == "wrapper.cpp" and len(text) > _LARGE and command.machine != wasm.MACHINE else command.flags
+        flags = (
+            [*command.flags, "-O1"]
+            if file == "wrapper.cpp" and len(text) > _LARGE and command.machine != wasm.MACHINE
+            else command.flags
+        )
         argv = [*command.compiler, *include_flags, *flags, "-w", "-c", file, "-o", _object(file)]
         key = digest([file, text, part, _versions(command), *command.compiler, *flags])
 
         def build(built: Path) -> None:
             try:
                 self._run(name, argv, folder)
-            except CompilerFailed as error:  # g++ 12 for aarch64 does not survive a copy from float16 to float32 at -O3 (expr.cc:333)
+            # g++ 12 for aarch64 does not survive a copy from float16 to float32 at -O3 (expr.cc:333)
+            except CompilerFailed as error:
                 if "internal compiler error" not in error.said:
                     raise
                 self._run(name, [*argv, "-O2"], folder)
@@ -258,7 +289,15 @@ class Builder:
         (folder / _object(file)).write_bytes(stored_object(key, build))
 
     def _run(self, name: str, argv: Sequence[str], folder: Path) -> None:
-        process = subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0)
+        process = subprocess.Popen(
+            argv,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
         self._running.add(process)
         if self._stopped:  # in another thread, while the process was started
             _kill(process)
@@ -268,7 +307,9 @@ class Builder:
             self._running.discard(process)
         if process.returncode:
             tail = "\n".join(output.splitlines()[-_LINES_SHOWN:])
-            error = CompilerFailed(f"{name}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{tail}")
+            error = CompilerFailed(
+                f"{name}: {argv[0]} failed with exit status {process.returncode}; another compiler can be named in CXX\n{tail}"
+            )
             error.said = output
             raise error
 
@@ -280,7 +321,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> Path:
-    """Return the folder of a precompiled header or of the C interface's object; build it if the cache has none for these flags."""
+    """Return the folder of a precompiled header or of the C interface's object; build it if the cache has none for
+    these flags."""
     texts: dict[str, Callable[[], str]] = {
         "wrapper.h": cpp_source.wrapper_header,
         "kernel.h": lambda: cpp_source.KERNEL_HEADER,
@@ -288,15 +330,23 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
         "torch": str,
     }
     text = texts[part]()
-    if command.machine == aarch64.MACHINE and part in (added := {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}):
+    if command.machine == aarch64.MACHINE and part in (
+        added := {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}
+    ):
         text = added[part](text)
-    key = digest([part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.compiler[1:], *command.flags])
+    key = digest(
+        [part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.compiler[1:], *command.flags]
+    )
 
     def build(folder: Path) -> None:
         if part == "torch":
             _build_stand_in(folder, command, run)
             return
-        source, output = (["-c", "interface.cpp"], "interface.o") if part == "interface" else (["-x", "c++-header", part], f"{part}.gch")
+        source, output = (
+            (["-c", "interface.cpp"], "interface.o")
+            if part == "interface"
+            else (["-x", "c++-header", part], f"{part}.gch")
+        )
         (folder / source[-1]).write_text(text)
         if part != "kernel.h":
             cpp_source.write_patched_headers(folder / "include")
@@ -307,7 +357,8 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
 
 
 def _build_stand_in(folder: Path, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> None:
-    """Build an empty library with the name of PyTorch's for another machine, so that libraries depend on it; their symbols are bound at load time."""
+    """Build an empty library with the name of PyTorch's for another machine, so that libraries depend on it; their
+    symbols are bound at load time."""
     (folder / "empty.c").write_text("")
     argv = [*command.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}", "-x", "c", "empty.c", "-o", _TORCH]
     run(f"a stand-in for {_TORCH}", argv, folder)
@@ -315,11 +366,17 @@ def _build_stand_in(folder: Path, command: Command, run: Callable[[str, Sequence
 
 def _versions(command: Command) -> list[str]:
     """Return the versions of torch and the compiler, and the path of torch's headers."""
-    return [torch.__version__, str(torch.version.git_version), str(cpp_source.TORCH_INCLUDE), compiler_version(command.compiler)]
+    return [
+        torch.__version__,
+        str(torch.version.git_version),
+        str(cpp_source.TORCH_INCLUDE),
+        compiler_version(command.compiler),
+    ]
 
 
 def _without_name(folder: Path, text: str) -> str:
-    """Return ``text`` without the name of Inductor's folder, which differs in each export: it is in a comment of the kernels."""
+    """Return ``text`` without the name of Inductor's folder, which differs in each export: it is in a comment of the
+    kernels."""
     return "".join(line for line in text.splitlines(True) if not (line.startswith("//") and str(folder) in line))
 
 

@@ -1,8 +1,8 @@
 """Decides which of Inductor's loops run on several threads.
 
-If the number of threads is known only at run time, Inductor makes each loop parallel, however short. Waking threads and waiting for them
-takes 1 to 2 µs per loop with two threads, and more with many: as long as a single-threaded loop over some thousand numbers. So a region is
-parallel only if the sizes of the call give it enough work.
+If the number of threads is known only at run time, Inductor makes each loop parallel, however short. Waking threads and
+waiting for them takes 1 to 2 µs per loop with two threads, and more with many: as long as a single-threaded loop over
+some thousand numbers. So a region is parallel only if the sizes of the call give it enough work.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 
 WORK = 60_000
 """Minimum operations on one number, per loop of a region on average, for the region to be parallel. With 15,000, 60,000
-and 200,000 the gradient of a small transformer took 278, 258 and 252 µs for 2 rows, and 1,114, 1,112 and 1,226 µs for 32, on two threads
-(docs/benchmarks/2026-11-26-short-calls.md)."""
+and 200,000 the gradient of a small transformer took 278, 258 and 252 µs for 2 rows, and 1,114, 1,112 and 1,226 µs for
+32, on two threads (docs/benchmarks/2026-11-26-short-calls.md)."""
 FUNCTION = 15
 """Operations that a call of a mathematical function counts as: a guess."""
 SPECIAL = 300
@@ -25,7 +25,9 @@ _REGION = re.compile(r"^[ \t]*#pragma omp parallel$", re.MULTILINE)
 _LOOP = re.compile(r"^[ \t]*#pragma omp for\b.*$", re.MULTILINE)
 _RANGE = re.compile(r"for\(int64_t (x\d+)=static_cast<int64_t>\(.*?\); \1<static_cast<int64_t>\((.*)\); \1\+=")
 _VALUE = re.compile(r"auto (tmp\d+) = (.*)")
-_FUNCTION = re.compile(r"\b(?:exp|expm1|exp2|log|log1p|log2|log10|pow|tanh|erf|erfc|sin|cos|tan|asin|acos|atan|atan2|sinh|cosh)\(")
+_FUNCTION = re.compile(
+    r"\b(?:exp|expm1|exp2|log|log1p|log2|log10|pow|tanh|erf|erfc|sin|cos|tan|asin|acos|atan|atan2|sinh|cosh)\("
+)
 _SPECIAL = re.compile(r"(?:gamma|bessel|zeta|polynomial|ndtri|erfinv|airy|erfcx|i[01]e?|rand\w*)(?:<[^()]*>)?\(")
 
 

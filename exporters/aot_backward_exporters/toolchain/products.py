@@ -1,4 +1,5 @@
-"""Matrix products in a generated wrapper: by MKL or by oneDNN, as the processor that runs them is faster (``products.h``)."""
+"""Matrix products in a generated wrapper: by MKL or by oneDNN, as the processor that runs them is faster
+(``products.h``)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ LEAST_LOOP_WEIGHT = 2**17
 
 _HEADER = Path(__file__).with_name("products.h")
 _CALL = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_cpu_mm_out\((\w+), (.*)\)\);")
-_PRODUCT = re.compile(r"matrix_product\((\w+, .*?(?:, (\w+)|reinterpret_tensor_wrapper\((\w+), 2, \w+, \w+, \d+L\)\)))\);$", re.MULTILINE)
+_PRODUCT = re.compile(
+    r"matrix_product\((\w+, .*?(?:, (\w+)|reinterpret_tensor_wrapper\((\w+), 2, \w+, \w+, \d+L\)\)))\);$", re.MULTILINE
+)
 _DEFINITION = re.compile(r"\s*(?:auto|RAIIAtenTensorHandle) (\w*buf\d+)\b")
 _OWNS_MEMORY = re.compile(
     r"\s*RAIIAtenTensorHandle (\w+)\(\1_handle\);|\s*auto \w+ = .*(?:std::move\((?P<moved>\w+)\)|\b(?P<reset>\w+)\.reset\(\));  // reuse"
@@ -24,8 +27,8 @@ _NAMESPACE = "namespace torch::aot_inductor {"
 def source(wrapper: str, least: int) -> str:
     """Return ``wrapper`` with its products in the form that chooses, from ``least`` multiplications on.
 
-    A product by oneDNN is a new tensor in the place of the one that Inductor allocated for it. So it must own its memory: the parts of a
-    concatenation, which Inductor also fills by products, do not.
+    A product by oneDNN is a new tensor in the place of the one that Inductor allocated for it. So it must own its
+    memory: the parts of a concatenation, which Inductor also fills by products, do not.
     """
     before, namespace, after = wrapper.partition(_NAMESPACE)
     if not namespace:
@@ -37,9 +40,13 @@ def source(wrapper: str, least: int) -> str:
             reused = memory and (memory["moved"] or memory["reset"])
             (owning.add if memory and (not reused or reused in owning) else owning.discard)(definition[1])
         call = _CALL.search(line)
-        lines.append(line.replace(call[0], f"matrix_product({call[1]}, {call[2]});") if call and call[1] in owning else line)
+        lines.append(
+            line.replace(call[0], f"matrix_product({call[1]}, {call[2]});") if call and call[1] in owning else line
+        )
     text = _LOOP.sub(_with_packed_weights, "\n".join(lines))
-    header = _HEADER.read_text().replace("LEAST_PRODUCT", str(least)).replace("LEAST_LOOP_WEIGHT", str(LEAST_LOOP_WEIGHT))
+    header = (
+        _HEADER.read_text().replace("LEAST_PRODUCT", str(least)).replace("LEAST_LOOP_WEIGHT", str(LEAST_LOOP_WEIGHT))
+    )
     return f"{before}{header}{namespace}{text}"
 
 
@@ -58,4 +65,8 @@ def _with_packed_weights(loop: re.Match[str]) -> str:
         return f"{names[-1]}({arguments});"
 
     text = _PRODUCT.sub(kept, body)
-    return f"{indent}{{ {''.join(f'LoopProduct {n}; ' for n in names)}while (1) {{\n{text}{indent}}} }}\n" if names else loop[0]
+    return (
+        f"{indent}{{ {''.join(f'LoopProduct {n}; ' for n in names)}while (1) {{\n{text}{indent}}} }}\n"
+        if names
+        else loop[0]
+    )

@@ -1,4 +1,5 @@
-"""Generated C++ as code for WebAssembly: one object per graph, with names of its own, because all graphs of a package are linked into one module.
+"""Generated C++ as code for WebAssembly: one object per graph, with names of its own, because all graphs of a package
+are linked into one module.
 
 emscripten compiles it. The vectors are the compiler's own (``-msimd128``), since PyTorch has none for WebAssembly.
 """
@@ -18,7 +19,14 @@ MACHINE = "wasm32"
 MAGIC = b"\0asm"
 INCLUDE = Path(__file__).with_name("wasm_include")
 EXCEPTIONS = ("-fwasm-exceptions", "-sSUPPORT_LONGJMP=wasm")
-LINK = (*EXCEPTIONS, "-Os", "-sALLOW_MEMORY_GROWTH=1", "-sMAXIMUM_MEMORY=2GB", "-sTOTAL_STACK=1MB", "-sERROR_ON_UNDEFINED_SYMBOLS=1")
+LINK = (
+    *EXCEPTIONS,
+    "-Os",
+    "-sALLOW_MEMORY_GROWTH=1",
+    "-sMAXIMUM_MEMORY=2GB",
+    "-sTOTAL_STACK=1MB",
+    "-sERROR_ON_UNDEFINED_SYMBOLS=1",
+)
 _KEPT = ("-D", "-O", "-std=", "-fsigned-zeros", "-fno-trapping-math", "-fmath-errno", "-ffp-contract=")
 _KERNEL = re.compile(r'^extern "C"\s+void\s+(\w+)\(', re.MULTILINE)
 _INTERFACE = re.compile(r"\b(AOTInductor\w+)(?=\()")
@@ -42,16 +50,25 @@ def flags(of: Sequence[str]) -> tuple[str, ...]:
 
 
 def sources(wrapper: str, kernels: str) -> dict[str, str]:
-    """Return the wrapper, with the C interface of the library behind it, and the kernels of one graph. Every name that another graph may have too
-    begins with a digest of the graph."""
+    """Return the wrapper, with the C interface of the library behind it, and the kernels of one graph. Every name that
+    another graph may have too begins with a digest of the graph."""
     interface = _TEXT.read_text()
-    if "g_aoti_last_error = e.what();" in interface:  # returned to the caller, so that the C++ library's streams are not needed
+    # Returned to the caller, so that the C++ library's streams are not needed
+    if "g_aoti_last_error = e.what();" in interface:
         interface = _PRINTED.sub("", interface)
-    names = {*_KERNEL.findall(kernels), *_INTERFACE.findall(interface), *_CONSTANTS, cpp_source.CONSTANT_LAYOUTS, "aot_inductor"}
+    names = {
+        *_KERNEL.findall(kernels),
+        *_INTERFACE.findall(interface),
+        *_CONSTANTS,
+        cpp_source.CONSTANT_LAYOUTS,
+        "aot_inductor",
+    }
     prefix = f"g{hashlib.sha256((wrapper + kernels).encode()).hexdigest()[:16]}_"
-    renamed = "#define thread_local\n"  # there is one thread, and clang 14 writes "unreachable" for a thread_local in a handler of exceptions
+    # There is one thread, and clang 14 writes "unreachable" for a thread_local in a handler of exceptions
+    renamed = "#define thread_local\n"
     renamed += "".join(f"#define {name} {prefix}{name}\n" for name in sorted(names))
-    constants = "".join(f"uint8_t {name}[1];\n" for name in _CONSTANTS)  # the weights are bound; PyTorch writes them in assembler
+    # The weights are bound; PyTorch writes them in assembler
+    constants = "".join(f"uint8_t {name}[1];\n" for name in _CONSTANTS)
     return {
         "wrapper.cpp": f"{renamed}{cpp_source.wrapper_header()}{wrapper}\n{interface}\n{constants}",
         "kernel.cpp": f"{renamed}{cpp_source.KERNEL_HEADER}{kernels}",

@@ -27,7 +27,15 @@ from .named_tensors import slot_of, state_of
 Otherwise = Literal["error", "eager"]
 OTHER_REASONS = "(other reasons)"
 _REASONS = 64  # limit: a size that changes in each call makes a new reason each time
-_AVERAGING = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+_AVERAGING = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 _EXPORT_AGAIN = "Change it back, or export the module as it is now."
 
 
@@ -41,7 +49,9 @@ class Attachment:
         in_eager: The numbers of calls that ran the module's own forward, by reason.
     """
 
-    def __init__(self, entry: Entry, net: nn.Module, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0):
+    def __init__(
+        self, entry: Entry, net: nn.Module, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0
+    ):
         if otherwise not in ("error", "eager"):
             raise InputError(f"otherwise: expected 'error' or 'eager', got {otherwise!r}")
         if type(compare) is not int or compare < 0:
@@ -65,7 +75,9 @@ class Attachment:
         """Run one call of ``net``. ``nn.Module.__call__`` calls this; you need not."""
         net = self._net()
         if net is None:
-            raise InputError("the module that this forward belongs to no longer exists. Keep the module for as long as its forward is called.")
+            raise InputError(
+                "the module that this forward belongs to no longer exists. Keep the module for as long as its forward is called."
+            )
         try:
             bound = self._bounds.get(net.training)
             if bound is None or not (bound.has_same_layers(net) and bound.has_same_modes(net)):
@@ -110,19 +122,24 @@ class Attachment:
         return getattr, (self._net(), "forward")
 
     def _check_layers(self, net: nn.Module) -> None:
-        """Raise :class:`InputError` if the layers of ``net`` differ from the exported ones. Warn, or raise with ``strict``, if the difference may
-        be harmless."""
+        """Raise :class:`InputError` if the layers of ``net`` differ from the exported ones. Warn, or raise with
+        ``strict``, if the difference may be harmless."""
         spec = self._entry.spec
         if not spec.layers:
-            self._unsure("the package is from an older version, and stores no layers to compare with this module. Export it again.")
+            self._unsure(
+                "the package is from an older version, and stores no layers to compare with this module. Export it again."
+            )
         elif spec.layers[0].hooks:
-            raise InputError("the module was exported with its own hooks: they are compiled, and would run twice. Export it without them.")
+            raise InputError(
+                "the module was exported with its own hooks: they are compiled, and would run twice. Export it without them."
+            )
         else:
             for sure, words in sorted(differences(spec.layers, net), key=lambda pair: not pair[0]):
                 (_raise if sure else self._unsure)(f"{words}. {_EXPORT_AGAIN}")
 
     def _bind(self, net: nn.Module) -> _Bound:
-        """Return the state that later calls must find. Raise :class:`InputError` if no exported variant has the submodule modes of ``net``."""
+        """Return the state that later calls must find. Raise :class:`InputError` if no exported variant has the
+        submodule modes of ``net``."""
         bound = _Bound(net, self._entry.state.names)
         set_apart = {name for name, part in bound.parts if part.training != net.training}
         exported = [set(v.spec.set_apart) for v in self._entry.variants if v.spec.mode == bound.mode]
@@ -130,7 +147,9 @@ class Attachment:
             name = min(set_apart ^ exported[0])
             other = "eval" if bound.mode == "train" else "train"
             got, expected = (other, bound.mode) if name in set_apart else (bound.mode, other)
-            raise InputError(f"{name}: expected {expected} mode, as when it was exported, got {got} mode. {_EXPORT_AGAIN}")
+            raise InputError(
+                f"{name}: expected {expected} mode, as when it was exported, got {got} mode. {_EXPORT_AGAIN}"
+            )
         return bound
 
     def _check_trained(self, current: list[torch.Tensor]) -> None:
@@ -138,11 +157,14 @@ class Attachment:
         for i, target in self._entry.state.wrt:
             if current[i].requires_grad and target not in served:
                 name = self._entry.state.names[i]
-                raise GradientError(f"{name}: expected requires_grad=False, as when it was exported, got True. Freeze it, or export it unfrozen.")
+                raise GradientError(
+                    f"{name}: expected requires_grad=False, as when it was exported, got True. Freeze it, or export it unfrozen."
+                )
 
 
 class _Bound:
-    """A snapshot of a module: its tensors by the package's names, and the attributes that must stay unchanged. It does not keep the module alive."""
+    """A snapshot of a module: its tensors by the package's names, and the attributes that must stay unchanged. It does
+    not keep the module alive."""
 
     def __init__(self, net: nn.Module, names: Sequence[str]):
         """``names``: names of the exported module's tensors."""
@@ -164,8 +186,11 @@ class _Bound:
             )
         self._slots = [slot_of(net, name) for name in names]
         modules = [net, *(part for _, part in self.parts)]
-        averages = {id(t) for part in modules if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)}
-        self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]  # eager writes these without autograd noticing
+        averages = {
+            id(t) for part in modules if isinstance(part, _AVERAGING) for t in (part.running_mean, part.running_var)
+        }
+        # Eager writes these without autograd noticing
+        self.averages = [i for i, t in enumerate(self.tensors()) if id(t) in averages]
         self.mode = "train" if net.training else "eval"
         slots = [d for part in modules for d in (part._parameters, part._buffers, part._modules)]
         self._empty, self._names = [d for d in slots if not d], [(d, list(d)) for d in slots if d]
@@ -180,8 +205,8 @@ class _Bound:
         return [tensors[name] for tensors, name in self._slots]
 
     def has_same_layers(self, net: nn.Module) -> bool:
-        """Return whether ``net`` is unchanged, apart from the tensors in its slots and the modes: no other names, submodules, classes, forwards,
-        settings of PyTorch's layers, and no new hook."""
+        """Return whether ``net`` is unchanged, apart from the tensors in its slots and the modes: no other names,
+        submodules, classes, forwards, settings of PyTorch's layers, and no new hook."""
         return (
             RemovableHandle.next_id == self._handles
             and not any(self._empty)
@@ -217,27 +242,40 @@ def detach(net: nn.Module) -> None:
     """Restore the forward of ``net``. Raise :class:`InputError` if nothing is attached to it."""
     attachment = net.__dict__.get("forward")
     if not isinstance(attachment, Attachment):
-        raise InputError(f"expected a module that compiled code is attached to, got a {type(net).__qualname__} with its own forward. Attach first.")
+        raise InputError(
+            f"expected a module that compiled code is attached to, got a {type(net).__qualname__} with its own forward. Attach first."
+        )
     attachment.detach()
 
 
 def _refuse_other_forward(net: nn.Module) -> None:
     if isinstance(net, torch.jit.ScriptModule):
-        raise InputError("expected a module with a forward in Python code, got TorchScript. Attach to the original nn.Module.")
+        raise InputError(
+            "expected a module with a forward in Python code, got TorchScript. Attach to the original nn.Module."
+        )
     if not isinstance(net, nn.Module):
-        raise InputError(f"expected an nn.Module to attach to, got a {type(net).__qualname__}. Pass the module that is called.")
+        raise InputError(
+            f"expected an nn.Module to attach to, got a {type(net).__qualname__}. Pass the module that is called."
+        )
     kind = type(net).__qualname__
     own = net.__dict__.get("forward")
     if isinstance(own, Attachment):
-        raise InputError(f"expected a {kind} with its own forward, got one that compiled code is attached to. Call detach first.")
+        raise InputError(
+            f"expected a {kind} with its own forward, got one that compiled code is attached to. Call detach first."
+        )
     if has_other_forward(net):
-        raise InputError(f"expected a {kind} with the forward of its class, got one with a replaced forward. Attach before other code replaces it.")
+        raise InputError(
+            f"expected a {kind} with the forward of its class, got one with a replaced forward. Attach before other code replaces it."
+        )
     if not inspect.isfunction(type(net).forward):
-        raise InputError(f"expected a module with a forward in Python code, got a {kind}. Attach to the original nn.Module.")
+        raise InputError(
+            f"expected a module with a forward in Python code, got a {kind}. Attach to the original nn.Module."
+        )
 
 
 def _getter(layer: nn.Module) -> Callable[[nn.Module], Any] | None:
-    """Return a function that reads the settings of a PyTorch layer. Attributes of other classes may change harmlessly."""
+    """Return a function that reads the settings of a PyTorch layer. Attributes of other classes may change
+    harmlessly."""
     names = setting_names(layer) if is_of_torch(layer) else ()
     return attrgetter(*names) if names else None
 

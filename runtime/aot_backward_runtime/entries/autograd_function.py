@@ -38,13 +38,16 @@ class DifferentiableCall:
         "sources",
     )
 
-    def __init__(self, matched: MatchedCall, differentiated: Differentiated, binding: Binding, current: Sequence[torch.Tensor]):
+    def __init__(
+        self, matched: MatchedCall, differentiated: Differentiated, binding: Binding, current: Sequence[torch.Tensor]
+    ):
         """``current``: the entry's state."""
         self.matched, self.differentiated, self.binding, self.current = matched, differentiated, binding, current
         self.shared = False  # whether hooks hold the saved tensors
         self.consumed = False  # whether a backward may have overwritten them
         self.pooled: PooledOutputs | None = None  # the saved tensors, if they stay in a memory pool
-        self.random: Sequence[torch.Tensor] = ()  # the generators' states before the forward, if a second derivative draws the same numbers
+        # The generators' states before the forward, if a second derivative draws the same numbers
+        self.random: Sequence[torch.Tensor] = ()
 
     sources: Sequence[torch.Tensor]
     memory: Sequence[tuple[int, int, torch.Size]]
@@ -52,12 +55,13 @@ class DifferentiableCall:
 
 
 RECORDED_MODULE = "aot_backward_runtime.module"
-"""The module name of the two functions below. A recorded backward pass is identified by the names of its custom functions, so a renamed function or
-another value here would make passes recorded through a loaded module unfindable."""
+"""The module name of the two functions below. A recorded backward pass is identified by the names of its custom
+functions, so a renamed function or another value here would make passes recorded through a loaded module unfindable."""
 
 
 class _Native(torch.autograd.Function):
-    """One node of the autograd graph for the whole compiled program. Its tensor arguments are the tensors that need gradients."""
+    """One node of the autograd graph for the whole compiled program. Its tensor arguments are the tensors that need
+    gradients."""
 
     __module__ = RECORDED_MODULE
 
@@ -100,7 +104,9 @@ class _Native(torch.autograd.Function):
         grad_outputs = [incoming[i] for i in call.differentiated.variant.incoming]
         saved = ctx.saved_tensors
         if call.consumed:
-            raise GradientError("an earlier backward of this graph failed, and may have overwritten its saved tensors: run the forward again")
+            raise GradientError(
+                "an earlier backward of this graph failed, and may have overwritten its saved tensors: run the forward again"
+            )
         for i, address, shape in call.memory:
             if saved[i].data_ptr() != address or saved[i].shape != shape:
                 raise GradientError(
@@ -120,7 +126,8 @@ def _one_by_one(
     needs_grad: Sequence[bool],
     like: torch.Tensor,
 ) -> list[torch.Tensor | None]:
-    """Run the backward for each gradient of a batch (``is_grads_batched=True``, ``vmap`` over ``torch.autograd.grad``). ``like``: a mapped one."""
+    """Run the backward for each gradient of a batch (``is_grads_batched=True``, ``vmap`` over ``torch.autograd.grad``).
+    ``like``: a mapped one."""
     batches = {i: torch_api.unmapped(g) for i, g in enumerate(grad_outputs) if g is not None and torch_api.is_mapped(g)}
     count = len(next(iter(batches.values())))
     runs = []
@@ -140,7 +147,8 @@ def _pulled_back(
     needs_grad: Sequence[bool],
     last: bool = True,
 ) -> Sequence[torch.Tensor | None]:
-    """Return the gradients, differentiable in their turn if autograd records. ``last``: whether no other run needs the saved tensors."""
+    """Return the gradients, differentiable in their turn if autograd records. ``last``: whether no other run needs the
+    saved tensors."""
     derivative = call.differentiated
     if not torch.is_grad_enabled():
         return _gradients(call, saved, grad_outputs, needs_grad, last)
@@ -154,10 +162,14 @@ def _pulled_back(
 
 
 def _gradients(
-    call: DifferentiableCall, saved: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool], last: bool
+    call: DifferentiableCall,
+    saved: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor | None],
+    needs_grad: Sequence[bool],
+    last: bool,
 ) -> list[torch.Tensor | None]:
-    """Return the compiled backward's gradients, if ``needs_grad``. ``grad_outputs``: the incoming gradients. ``last``: as for
-    :func:`_pulled_back`."""
+    """Return the compiled backward's gradients, if ``needs_grad``. ``grad_outputs``: the incoming gradients. ``last``:
+    as for :func:`_pulled_back`."""
     derivative, matched = call.differentiated, call.matched
     cotangents = derivative.variant.fit_cotangents(grad_outputs, matched.sizes)
     places = derivative.places if cotangents is grad_outputs else derivative.reached(grad_outputs)
@@ -170,7 +182,9 @@ def _gradients(
         results = _pooled_backward(call, saved, cotangents, last)
     else:
         results = derivative.backward.call(call.binding, matched.flat, matched.sizes, saved, cotangents)
-    return [None if place is None or not need else results[place] for place, need in zip(places, needs_grad, strict=True)]
+    return [
+        None if place is None or not need else results[place] for place, need in zip(places, needs_grad, strict=True)
+    ]
 
 
 _apply = super(torch.autograd.Function, _Native).apply
@@ -178,19 +192,25 @@ _apply = super(torch.autograd.Function, _Native).apply
 
 
 def apply(call: DifferentiableCall, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the results of a forward with a native backward. ``sources``: the tensors that need gradients, as :func:`differentiated` orders them."""
+    """Return the results of a forward with a native backward. ``sources``: the tensors that need gradients, as
+    :func:`differentiated` orders them."""
     outside = _Native.apply if torch_api.in_functorch() else _apply  # _Native.apply refuses tensors inside a transform
     return outside(call, *sources)
 
 
-def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], last: bool) -> list[torch.Tensor]:
-    """Run the backward of a forward whose library pools outputs. If it did, read inputs from the forward's static inputs: they still have the same
-    values, as autograd has checked."""
+def _pooled_backward(
+    call: DifferentiableCall, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], last: bool
+) -> list[torch.Tensor]:
+    """Run the backward of a forward whose library pools outputs. If it did, read inputs from the forward's static
+    inputs: they still have the same values, as autograd has checked."""
     inputs, sizes, pooled, derivative = call.matched.flat, call.matched.sizes, call.pooled, call.differentiated
     if pooled is None:
         return derivative.backward.call_backward(call.binding, inputs, sizes, saved, cotangents, None)
     inputs = [pooled.input(i, t) for i, t in enumerate(inputs)]
-    static_saved = [pooled.input(w, t) if kind == "input" else t for (kind, w), t in zip(derivative.forward.saved, saved, strict=False)]
+    static_saved = [
+        pooled.input(w, t) if kind == "input" else t
+        for (kind, w), t in zip(derivative.forward.saved, saved, strict=False)
+    ]
     results = derivative.backward.call_backward(call.binding, inputs, sizes, static_saved, cotangents, pooled)
     if last and not torch_api.keeps_graph():
         pooled.release()
@@ -198,10 +218,13 @@ def _pooled_backward(call: DifferentiableCall, saved: Sequence[torch.Tensor], co
 
 
 def _differentiable_gradients(
-    call: DifferentiableCall, sources: Sequence[torch.Tensor], grad_outputs: Sequence[torch.Tensor | None], needs_grad: Sequence[bool]
+    call: DifferentiableCall,
+    sources: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor | None],
+    needs_grad: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Compute the gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: the forward's, with their
-    autograd history."""
+    """Compute the gradients by the program that can be differentiated again (``VariantSpec.double``). ``sources``: the
+    forward's, with their autograd history."""
     derivative = call.differentiated
     variant, double = derivative.variant, derivative.double
     assert double is not None
@@ -216,7 +239,10 @@ def _differentiable_gradients(
     tensors = [*inputs, *variant.materialized(grad_outputs, call.matched.sizes)]
     flat, sizes, _ = double.contract.fit(tensors)
     targets = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
-    matched, second_derivative = MatchedCall(double, tensors, flat, sizes), double.differentiated([t for t, _ in targets])
+    matched, second_derivative = (
+        MatchedCall(double, tensors, flat, sizes),
+        double.differentiated([t for t, _ in targets]),
+    )
     double_call = DifferentiableCall(matched, second_derivative, call.binding, call.current)
     with _generators_at(call.random, double):
         results = apply(double_call, [source for _, source in targets])
@@ -228,12 +254,16 @@ def _differentiable_gradients(
 
 
 def _generator_states(variant: Variant) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(variant.device)] if variant.device.type == "cuda" else [])]
+    return [
+        torch.get_rng_state(),
+        *([torch.cuda.get_rng_state(variant.device)] if variant.device.type == "cuda" else []),
+    ]
 
 
 @contextlib.contextmanager
 def _generators_at(states: Sequence[torch.Tensor], variant: Variant) -> Iterator[None]:
-    """Draw random numbers from ``states``, if any, inside the context; restore the generators' own states afterwards."""
+    """Draw random numbers from ``states``, if any, inside the context; restore the generators' own states
+    afterwards."""
     if not states:
         yield
         return
@@ -258,9 +288,11 @@ class _Refusing(torch.autograd.Function):
         raise GradientError(_NO_SECOND_DERIVATIVE)
 
 
-def differentiated(entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall) -> tuple[list[int], list[int]]:
-    """Return the places of the tensors that need gradients in this call, in the state and among the inputs. Raise :class:`GradientError` if the
-    package lacks the gradient of one."""
+def differentiated(
+    entry: Entry, variant: Variant, current: Sequence[torch.Tensor], matched: MatchedCall
+) -> tuple[list[int], list[int]]:
+    """Return the places of the tensors that need gradients in this call, in the state and among the inputs. Raise
+    :class:`GradientError` if the package lacks the gradient of one."""
     wrt, covered = variant.wrt, variant.covered
     state, inputs = [], []
     for i, target in entry.state.wrt:

@@ -1,4 +1,5 @@
-"""Parameters that native code reads through pointers. Changes to them are noticed although a call does not compare them one by one."""
+"""Parameters that native code reads through pointers. Changes to them are noticed although a call does not compare them
+one by one."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from ..native.memory import HeldStorages
 
 
 class BoundParameter(nn.Parameter):
-    """A parameter or buffer of a gradient function or a training step. The next call sees values written into it, binds it again if it was given
-    other memory, and runs the hooks on its gradient.
+    """A parameter or buffer of a gradient function or a training step. The next call sees values written into it, binds
+    it again if it was given other memory, and runs the hooks on its gradient.
 
-    The properties intercept every way to register hooks in torch (``p.register_hook``, ``torch.Tensor.register_hook(p, …)``). The owner's weak
-    reference makes ``torch.utils.swap_tensors`` refuse.
+    The properties intercept every way to register hooks in torch (``p.register_hook``, ``torch.Tensor.register_hook(p,
+    …)``). The owner's weak reference makes ``torch.utils.swap_tensors`` refuse.
     """
 
     _touched: list[bool]
@@ -41,7 +42,9 @@ class BoundParameter(nn.Parameter):
     @_post_accumulate_grad_hooks.setter
     def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
         self._refuse_hook()
-        raise InputError("a post-accumulate-grad hook would never run: this call does not fill .grad. Use register_hook, which gets the gradient")
+        raise InputError(
+            "a post-accumulate-grad hook would never run: this call does not fill .grad. Use register_hook, which gets the gradient"
+        )
 
     def _refuse_hook(self) -> None:
         """Raise :class:`InputError` if a hook on this parameter's gradient could not be run."""
@@ -68,7 +71,9 @@ class StepParameter(BoundParameter):
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         if flag != self.requires_grad:
-            raise InputError("the set of trained parameters is fixed in the compiled step; export a step without this one in the optimizer")
+            raise InputError(
+                "the set of trained parameters is fixed in the compiled step; export a step without this one in the optimizer"
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         self.requires_grad = requires_grad
@@ -80,17 +85,20 @@ class StepParameter(BoundParameter):
 
 
 class Watch:
-    """The owner's tensors that other code references, and whether memory or metadata of one changed since native code was last bound to them.
+    """The owner's tensors that other code references, and whether memory or metadata of one changed since native code
+    was last bound to them.
 
-    Functions that bypass :class:`BoundParameter` (``torch.Tensor.set_(p, …)``), or another tensor of the same storage, can give any of them other
-    memory or metadata. A tensor that no other code can reach costs a call nothing.
+    Functions that bypass :class:`BoundParameter` (``torch.Tensor.set_(p, …)``), or another tensor of the same storage,
+    can give any of them other memory or metadata. A tensor that no other code can reach costs a call nothing.
     """
 
     __slots__ = ("_addresses", "_check", "_storages", "tensors", "touched")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.touched = [True]  # True: the next call compares all, even if addresses are equal; parameters share this list, not the watch: no cycle
+        # True: the next call compares all, even if addresses are equal; parameters share this list, not the watch: no
+        # cycle
+        self.touched = [True]
         self._addresses: list[int] = []
         self._storages = HeldStorages()
         self._check: Callable[..., bool] = lambda *_: False
@@ -103,7 +111,8 @@ class Watch:
             self.touched[0] = True
 
     def settle(self, hooks: bool) -> None:
-        """Record that native code is now bound to the tensors. ``hooks``: whether some have hooks; then each call compares all."""
+        """Record that native code is now bound to the tensors. ``hooks``: whether some have hooks; then each call
+        compares all."""
         self._addresses = list(map(_data_ptr, self.tensors))
         self._storages = HeldStorages(self.tensors)
         if self.tensors:
@@ -127,12 +136,14 @@ def bound(kind: type[BoundParameter], tensor: torch.Tensor, requires_grad: bool,
 
 
 def resizable(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor of the same memory could resize it. Memory that is mapped from a file cannot be resized."""
+    """Return whether another tensor of the same memory could resize it. Memory that is mapped from a file cannot be
+    resized."""
     return tensor.untyped_storage().resizable()
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has hooks on its gradient. If the last one was removed, reset the tensor so that the next registration is noticed."""
+    """Return whether ``tensor`` has hooks on its gradient. If the last one was removed, reset the tensor so that the
+    next registration is noticed."""
     hooks = torch_api.backward_hooks.__get__(tensor)
     if hooks is not None and not hooks and isinstance(tensor, BoundParameter):
         torch_api.backward_hooks.__set__(tensor, None)
@@ -140,8 +151,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def apply_hooks(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return ``gradients`` as changed by the hooks on ``tensors``. Autograd runs the hooks: in its order, in one pass, with its checks of their
-    results. Each gets a copy, which it may change or keep."""
+    """Return ``gradients`` as changed by the hooks on ``tensors``. Autograd runs the hooks: in its order, in one pass,
+    with its checks of their results. Each gets a copy, which it may change or keep."""
     with torch.inference_mode(False), torch.enable_grad():
         views = [t.view_as(t) for t in tensors]
     return torch.autograd.grad(views, tensors, [g.clone() for g in gradients])

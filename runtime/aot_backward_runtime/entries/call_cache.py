@@ -17,8 +17,8 @@ from .dispatch import Entry, MatchedCall
 
 
 class CachedCall:
-    """The data to repeat a call of an entry's variant. Once :meth:`remember` has seen arguments, similar ones (:meth:`fits`) can be passed to
-    :attr:`native` unchanged, in the order :attr:`order`."""
+    """The data to repeat a call of an entry's variant. Once :meth:`remember` has seen arguments, similar ones
+    (:meth:`fits`) can be passed to :attr:`native` unchanged, in the order :attr:`order`."""
 
     __slots__ = (
         "_count", "_held", "_holds", "_index", "_sizes", "_tree", "_types", "_variant", "_written", "native", "order", "plain", "runnable", "writes",
@@ -26,10 +26,23 @@ class CachedCall:
 
     native: Callable[[Any], list[torch.Tensor]]
 
-    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: Sequence[torch.Tensor], written: Ranges | None):
+    def __init__(
+        self,
+        entry: Entry,
+        matched: MatchedCall,
+        runnable: Runnable,
+        held: Sequence[torch.Tensor],
+        written: Ranges | None,
+    ):
         """``held``: the entry's state. ``written``: the memory that the call writes, if any."""
         self.runnable = runnable
-        self._variant, self._sizes, self._types, self._held, self._written = matched.variant, matched.sizes, entry.types, held, written
+        self._variant, self._sizes, self._types, self._held, self._written = (
+            matched.variant,
+            matched.sizes,
+            entry.types,
+            held,
+            written,
+        )
         self.writes = [held[i] for i in runnable.writes]
         """The tensors of the state that the call writes."""
         self._index = entry.index
@@ -43,18 +56,23 @@ class CachedCall:
         self._holds: Callable[[Sequence[torch.Tensor]], bool] = _never
 
     def remember(self, matched: MatchedCall, args: Sequence[torch.Tensor]) -> bool:
-        """Make :meth:`fits` accept calls like this one. Return False if that is impossible: an argument was copied for native code, or is not a
-        tensor, or native code takes more than arguments. The library must have been bound."""
+        """Make :meth:`fits` accept calls like this one. Return False if that is impossible: an argument was copied for
+        native code, or is not a tensor, or native code takes more than arguments. The library must have been bound."""
         runnable = self.runnable
         if runnable.library is None or any(kind != "input" for kind, _ in runnable.operands):
             return False
-        if not matched.variant.flat_arguments or len(args) != self._count or not all(a is b for a, b in zip(matched.flat, args, strict=True)):
+        if (
+            not matched.variant.flat_arguments
+            or len(args) != self._count
+            or not all(a is b for a, b in zip(matched.flat, args, strict=True))
+        ):
             return False
         self._holds, self.native = Fast(args).holds, runnable.library.raw_run
         return True
 
     def fits(self, args: Sequence[torch.Tensor]) -> bool:
-        """Return whether native code can take ``args``, which may be anything, unchanged. Raise if one lies in memory that the call writes."""
+        """Return whether native code can take ``args``, which may be anything, unchanged. Raise if one lies in memory
+        that the call writes."""
         if len(args) != self._count or torch_api.is_watched() or not self._holds(args):
             return False
         self._variant.check_ambient()
@@ -72,7 +90,10 @@ class CachedCall:
         if self.plain:
             return results[0]
         self._variant.share(self.runnable, results, self._sizes)
-        flat = [results[w] if k == "result" else inputs[w] if k == "input" else self._held[self._index[w]] for k, w in self.runnable.outputs]
+        flat = [
+            results[w] if k == "result" else inputs[w] if k == "input" else self._held[self._index[w]]
+            for k, w in self.runnable.outputs
+        ]
         return unflatten(self._tree, flat, self._sizes, self._types)
 
 

@@ -1,4 +1,5 @@
-"""What a loaded function and a loaded gradient function have in common: parameters and buffers, the mode, copies, and the preparation of a call."""
+"""What a loaded function and a loaded gradient function have in common: parameters and buffers, the mode, copies, and
+the preparation of a call."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class LoadedCallable:
             if spec.weight not in by_weight:
                 by_weight[spec.weight] = bound(BoundParameter, tensors[spec.weight], spec.requires_grad, self._watch)
         self._held = [by_weight[spec.weight] for spec in entry.spec.state]
-        self._named: Mapping[str, torch.Tensor] = MappingProxyType({s.name: by_weight[s.weight] for s in entry.spec.state})
+        self._named: Mapping[str, torch.Tensor] = MappingProxyType(
+            {s.name: by_weight[s.weight] for s in entry.spec.state}
+        )
         self._weak = [weakref.ref(t) for t in self._held]
         self.training = entry.spec.training
         self._functional = {v.spec.mode for v in entry.variants} == {""}
@@ -60,7 +63,8 @@ class LoadedCallable:
         """Set the mode. A plain function has none.
 
         Args:
-            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation
+                mode.
 
         Returns:
             The function itself.
@@ -74,7 +78,11 @@ class LoadedCallable:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, detached; they share memory with the loaded ones."""
-        return {s.name: t.detach() for s, t in zip(self._entry.spec.state, self.parameters.values(), strict=True) if s.persistent}
+        return {
+            s.name: t.detach()
+            for s, t in zip(self._entry.spec.state, self.parameters.values(), strict=True)
+            if s.persistent
+        }
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Copy values into the parameters and buffers, in place.
@@ -90,7 +98,8 @@ class LoadedCallable:
         self._entry.load_state(tensors, own, strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return an independent function on copies of the tensors, without their hooks, as for copies of any ``Parameter``."""
+        """Return an independent function on copies of the tensors, without their hooks, as for copies of any
+        ``Parameter``."""
         tensors = {s.weight: t.detach().clone() for s, t in zip(self._entry.spec.state, self._held, strict=True)}
         out = type(self)(copy.deepcopy(self._entry, memo), tensors)
         for old, new in zip(self._held, out._held, strict=True):
@@ -103,7 +112,11 @@ class LoadedCallable:
         return refuse_shallow_copy(self)
 
     def __reduce__(self) -> Any:
-        return self._entry.reopen, (), {"tensors": pickled(self._entry.spec.state, self._held), "training": self.training}
+        return (
+            self._entry.reopen,
+            (),
+            {"tensors": pickled(self._entry.spec.state, self._held), "training": self.training},
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return self.__reduce__()
@@ -112,7 +125,9 @@ class LoadedCallable:
         restore(self._entry.spec.state, self._held, state["tensors"])
         self.train(state["training"])
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MatchedCall, Binding, Runnable, Ranges | None]:
+    def _prepared(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[MatchedCall, Binding, Runnable, Ranges | None]:
         """Return the match, the binding, the code to run, and the memory that it writes."""
         entry = self._entry
         mode = "" if self._functional else "train" if self.training else "eval"

@@ -1,4 +1,5 @@
-"""Matching of calls of a loaded module, gradient function or step to variants, and of arguments to native code's tensors."""
+"""Matching of calls of a loaded module, gradient function or step to variants, and of arguments to native code's
+tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ..native.pytree import Types, signature
 from ..native.variant import Variant
 
 _MAX_SIGNATURES = 8  # signatures with a fast check; each adds one failing check to calls of later ones
-_RESOLVED = 1024  # signatures with a known variant: bounds their memory; further ones try the variants in order. A guess
+# Signatures with a known variant: bounds their memory; further ones try the variants in order. A guess
+_RESOLVED = 1024
 
 
 class MatchedCall:
@@ -27,7 +29,9 @@ class MatchedCall:
 
     __slots__ = ("flat", "given", "sizes", "variant")
 
-    def __init__(self, variant: Variant, given: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: Mapping[str, int]):
+    def __init__(
+        self, variant: Variant, given: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: Mapping[str, int]
+    ):
         self.variant = variant
         self.given = given  # the caller's own tensors
         self.flat = flat  # the tensors passed to native code
@@ -48,7 +52,14 @@ class Entry:
         reopen: Callable[[], Any] | None = None,
     ):
         """``reopen``: a function that can be pickled and loads the entry again from its file."""
-        self.name, self.spec, self.state, self.types, self.device, self.reopen = name, spec, state, types, device, reopen
+        self.name, self.spec, self.state, self.types, self.device, self.reopen = (
+            name,
+            spec,
+            state,
+            types,
+            device,
+            reopen,
+        )
         self.libraries = libraries
         self.variants = [Variant(v, libraries, device) for v in spec.variants]
         by_mode: dict[str, set[frozenset[str]]] = {}
@@ -69,20 +80,29 @@ class Entry:
         libraries = {n: copy.deepcopy(lib, memo) for n, lib in self.libraries.items()}
         return Entry(self.name, self.spec, libraries, self.state.copy(), self.types, self.device, self.reopen)
 
-    def match(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None = None) -> MatchedCall:
+    def match(
+        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None = None
+    ) -> MatchedCall:
         """Find the variant that serves these arguments. :class:`InputError` gives the reason if none does.
 
-        ``parameters``, if the entry is :attr:`specialised` and gradients are recorded: the parameters that require gradients."""
+        ``parameters``, if the entry is :attr:`specialised` and gradients are recorded: the parameters that require
+        gradients."""
         if torch_api.is_watched():
             return self._match_watched(mode, args, kwargs, parameters)
         for fast, variant, sizes, wrt in self._fast:
             tensors = _leaves(variant, args, kwargs) if variant.spec.mode == mode else None
-            if tensors is not None and fast.holds(tensors) and (not self.specialised or _needed_gradients(parameters, tensors) == wrt):
+            if (
+                tensors is not None
+                and fast.holds(tensors)
+                and (not self.specialised or _needed_gradients(parameters, tensors) == wrt)
+            ):
                 variant.check_ambient()
                 return MatchedCall(variant, tensors, tensors, sizes)
         return self._match_slowly(mode, args, kwargs, parameters)
 
-    def _match_watched(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None) -> MatchedCall:
+    def _match_watched(
+        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None
+    ) -> MatchedCall:
         if torch_api.is_traced():
             raise InputError(
                 "called during tracing (make_fx, torch.export), which would record the results and not the call; keep this call out of the trace"
@@ -91,7 +111,9 @@ class Entry:
         torch_api.refuse_duals(matched.given)
         return matched
 
-    def _match_slowly(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None) -> MatchedCall:
+    def _match_slowly(
+        self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: frozenset[str] | None
+    ) -> MatchedCall:
         candidates = [v for v in self.variants if v.spec.mode == mode]
         if not candidates:
             modes = sorted({v.spec.mode for v in self.variants})
@@ -126,7 +148,10 @@ class Entry:
             return partial_match
         if len(failures) == 1:
             raise failures[0][1]
-        reasons = "; ".join(f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}" for v, e in failures)
+        reasons = "; ".join(
+            f"variant {self.variants.index(v)} {signature(v.spec.in_tree, v.spec.argument_names)}: {e}"
+            for v, e in failures
+        )
         raise InputError(f"none of the {len(failures)} variants of entry {self.name!r} serves this call: {reasons}")
 
     def _try(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[MatchedCall, bool]:
@@ -154,8 +179,13 @@ class Entry:
 
 
 def _needed_gradients(parameters: frozenset[str] | None, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Return the tensors that a call needs gradients of, as the manifest names them; empty if gradients are not recorded."""
-    return frozenset() if parameters is None else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
+    """Return the tensors that a call needs gradients of, as the manifest names them; empty if gradients are not
+    recorded."""
+    return (
+        frozenset()
+        if parameters is None
+        else parameters.union(f"input:{i}" for i, t in enumerate(tensors) if t.requires_grad)
+    )
 
 
 def _leaves(variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:

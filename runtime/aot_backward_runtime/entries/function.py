@@ -28,7 +28,8 @@ class LoadedFunction(LoadedCallable):
         """Return the outputs, as under ``torch.no_grad()``: they do not require a gradient, whatever the arguments do.
 
         Args:
-            *args: The exported function's arguments: the dtypes and ranks of the example, and sizes in the exported range.
+            *args: The exported function's arguments: the dtypes and ranks of the example, and sizes in the exported
+                range.
             **kwargs: Its keyword arguments.
 
         Returns:
@@ -42,7 +43,8 @@ class LoadedFunction(LoadedCallable):
         if last is None or kwargs or (self._watched and self._watch.changed()) or not last.fits(args):
             return self._look_closely(args, kwargs)
         if last.writes:
-            torch.autograd.graph.increment_version(last.writes)  # before the call, so that an interrupt after it cannot hide the writes
+            # Before the call, so that an interrupt after it cannot hide the writes
+            torch.autograd.graph.increment_version(last.writes)
         try:
             results = last.native(args if last.order is None else [args[i] for i in last.order])
         except RuntimeError as error:

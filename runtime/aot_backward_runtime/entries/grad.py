@@ -37,13 +37,14 @@ class LoadedGrad(LoadedCallable):
         Hooks on the parameters and the arguments receive their gradients, as by ``torch.autograd.grad``.
 
         Args:
-            *args: The exported function's arguments: the dtypes and ranks of the example, and sizes in the exported range.
+            *args: The exported function's arguments: the dtypes and ranks of the example, and sizes in the exported
+                range.
             **kwargs: Its keyword arguments.
 
         Returns:
-            The pair of value and gradients. The value is the function's result, detached: a 0-d tensor, or ``(loss, aux)`` with ``has_aux``. The
-            gradients are one tensor if ``wrt`` is one name, else a dict by name. A gradient has the shape and dtype of its tensor, and is None if
-            eager's is.
+            The pair of value and gradients. The value is the function's result, detached: a 0-d tensor, or ``(loss,
+            aux)`` with ``has_aux``. The gradients are one tensor if ``wrt`` is one name, else a dict by name. A
+            gradient has the shape and dtype of its tensor, and is None if eager's is.
 
         Raises:
             InputError: An argument does not fit; nothing was run.
@@ -56,7 +57,8 @@ class LoadedGrad(LoadedCallable):
             return self._look_closely(args, kwargs)
         inputs: Any = args if last.order is None else [args[i] for i in last.order]
         if last.writes:
-            torch.autograd.graph.increment_version(last.writes)  # before the call, so that an interrupt after it cannot hide the writes
+            # Before the call, so that an interrupt after it cannot hide the writes
+            torch.autograd.graph.increment_version(last.writes)
         try:
             results = last.native(inputs)
         except RuntimeError as error:
@@ -73,12 +75,15 @@ class LoadedGrad(LoadedCallable):
             torch.autograd.graph.increment_version(call.writes)
         with torch.no_grad():
             results = runnable.call(binding, matched.flat, matched.sizes)
-        hooks = any(list(map(has_hooks, self._named.values())))  # a list: has_hooks must visit each tensor, so that its next registration is noticed
+        # A list: has_hooks must visit each tensor, so that its next registration is noticed
+        hooks = any(list(map(has_hooks, self._named.values())))
         self._watch.settle(hooks)
         if call.remember(matched, args):
             self._last = call
         value, gradients = call.finish(results, matched.given)
-        return value, self._hooked(gradients, matched) if hooks or any(t.requires_grad for t in matched.given) else gradients
+        return value, self._hooked(gradients, matched) if hooks or any(
+            t.requires_grad for t in matched.given
+        ) else gradients
 
     def _hooked(self, gradients: Any, matched: MatchedCall) -> Any:
         """Return ``gradients`` after running the hooks on the differentiated tensors."""
@@ -90,7 +95,11 @@ class LoadedGrad(LoadedCallable):
             tensor = matched.given[int(where)] if kind == "input" else self._named[where]
             if by_name[name] is not None and has_hooks(tensor):
                 sources[name] = tensor
-        new_gradients = dict(zip(sources, apply_hooks(list(sources.values()), [by_name[n] for n in sources]), strict=True)) if sources else {}
+        new_gradients = (
+            dict(zip(sources, apply_hooks(list(sources.values()), [by_name[n] for n in sources]), strict=True))
+            if sources
+            else {}
+        )
         by_name = {n: new_gradients.get(n, g) for n, g in by_name.items()}
         return by_name[spec.names[0]] if spec.single else by_name
 
@@ -100,7 +109,14 @@ class _GradCall(CachedCall):
 
     __slots__ = ("_gradients", "_names", "_single", "may_have_hooks")
 
-    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: Sequence[torch.Tensor], written: Ranges | None):
+    def __init__(
+        self,
+        entry: Entry,
+        matched: MatchedCall,
+        runnable: Runnable,
+        held: Sequence[torch.Tensor],
+        written: Ranges | None,
+    ):
         super().__init__(entry, matched, runnable, held, written)
         spec = entry.spec
         self._names, self._single = spec.names, spec.single

@@ -1,4 +1,5 @@
-"""A module's description without its tensors: layer classes, their settings and hooks, and the source of classes outside PyTorch."""
+"""A module's description without its tensors: layer classes, their settings and hooks, and the source of classes
+outside PyTorch."""
 
 from __future__ import annotations
 
@@ -40,15 +41,19 @@ def is_of_torch(layer: nn.Module) -> bool:
 
 
 def setting_names(layer: nn.Module) -> list[str]:
-    """Return a layer's attributes with a comparable text: ``p`` of a dropout, ``eps`` of a normalization, the activation of a transformer."""
+    """Return a layer's attributes with a comparable text: ``p`` of a dropout, ``eps`` of a normalization, the
+    activation of a transformer."""
     return [name for name, value in _attributes(layer) if _words(value) is not None]
 
 
 def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[tuple[bool, str]]:
-    """Yield the differences between ``module`` and the exported one: whether each surely changes results, and a text. Layers that are new, gone, of
-    another class or with a replaced forward are sure, and so are settings of PyTorch's layers. Attributes and source of other classes may differ
-    harmlessly."""
-    old_layers, new_layers = {layer.name: layer for layer in exported}, {layer.name: layer for layer in layers_of(module)}
+    """Yield the differences between ``module`` and the exported one: whether each surely changes results, and a text.
+    Layers that are new, gone, of another class or with a replaced forward are sure, and so are settings of PyTorch's
+    layers. Attributes and source of other classes may differ harmlessly."""
+    old_layers, new_layers = (
+        {layer.name: layer for layer in exported},
+        {layer.name: layer for layer in layers_of(module)},
+    )
     for name in {**old_layers, **new_layers}:
         where = name or "the module"
         if name not in new_layers or name not in old_layers:
@@ -77,17 +82,21 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
 def has_other_forward(layer: nn.Module) -> bool:
     """Return whether the layer itself was given another ``forward`` than its class has, except by ``attach``."""
     own = vars(layer).get("forward")
-    return own is not None and not hasattr(own, "in_eager") and getattr(own, "__func__", None) is not type(layer).forward
+    return (
+        own is not None and not hasattr(own, "in_eager") and getattr(own, "__func__", None) is not type(layer).forward
+    )
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return the class name, with its module only for PyTorch's classes: yours may share a name with one, and move between ``__main__`` and other
-    modules."""
+    """Return the class name, with its module only for PyTorch's classes: yours may share a name with one, and move
+    between ``__main__`` and other modules."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}" if is_of_torch(layer) else type(layer).__qualname__
 
 
 def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
-    return ((name, value) for name, value in vars(layer).items() if not name.startswith("_") and name not in _NO_SETTINGS)
+    return (
+        (name, value) for name, value in vars(layer).items() if not name.startswith("_") and name not in _NO_SETTINGS
+    )
 
 
 def _words(value: object) -> str | None:
@@ -100,11 +109,14 @@ _sources: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def _source(kind: type) -> str:
-    """Return the SHA-256 of the source of a class and of its bases outside PyTorch; "" for PyTorch's classes, and if the source cannot be read."""
+    """Return the SHA-256 of the source of a class and of its bases outside PyTorch; "" for PyTorch's classes, and if
+    the source cannot be read."""
     if kind not in _sources:
         bases = [base for base in kind.__mro__ if base is not object and base.__module__.partition(".")[0] != "torch"]
         try:
-            _sources[kind] = hashlib.sha256("".join(map(inspect.getsource, bases)).encode()).hexdigest() if bases else ""
+            _sources[kind] = (
+                hashlib.sha256("".join(map(inspect.getsource, bases)).encode()).hexdigest() if bases else ""
+            )
         except (OSError, TypeError):  # typed at a prompt, or compiled
             _sources[kind] = ""
     return _sources[kind]

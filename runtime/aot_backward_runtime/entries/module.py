@@ -21,10 +21,12 @@ from .pickling import pickled, refuse_shallow_copy, restore
 
 
 class LoadedModule(nn.Module):
-    """A module that behaves like the exported one: parameters, buffers, ``state_dict``, ``train``/``eval`` and autograd.
+    """A module that behaves like the exported one: parameters, buffers, ``state_dict``, ``train``/``eval`` and
+    autograd.
 
-    Submodules are empty modules that carry the names. The command ``aot-backward inspect`` lists shapes and dtypes of inputs and outputs. A pickle
-    holds the tensors and the path of the package, which must still be there when it is read.
+    Submodules are empty modules that carry the names. The command ``aot-backward inspect`` lists shapes and dtypes of
+    inputs and outputs. A pickle holds the tensors and the path of the package, which must still be there when it is
+    read.
 
     Examples:
         >>> model = load("net.pt2").module()
@@ -52,7 +54,8 @@ class LoadedModule(nn.Module):
         """Run the compiled forward. Autograd runs the compiled backward; incoming gradients may have any strides.
 
         Args:
-            *args: The exported module's arguments: the dtypes and ranks of the example, and sizes in the exported range.
+            *args: The exported module's arguments: the dtypes and ranks of the example, and sizes in the exported
+                range.
             **kwargs: Its keyword arguments.
 
         Returns:
@@ -60,17 +63,19 @@ class LoadedModule(nn.Module):
 
         Raises:
             InputError: An argument does not fit; nothing was run.
-            GradientError: A tensor requires a gradient that was not exported, or a derivative is asked for that the package does not have.
-            WeightsError: A parameter or buffer was given another shape, dtype or device.
+            GradientError: A tensor requires a gradient that was not exported, or a derivative is asked for that the
+            package does not have. WeightsError: A parameter or buffer was given another shape, dtype or device.
             ExecutionError: Native code failed, for example because of an index out of range.
         """
         return call_entry(self._aot_entry, self._aot_current(), "train" if self.training else "eval", args, kwargs)
 
     def train(self, mode: bool = True) -> LoadedModule:
-        """Set the mode, like ``nn.Module.train``. Submodules that had another mode than the whole at export keep a different one.
+        """Set the mode, like ``nn.Module.train``. Submodules that had another mode than the whole at export keep a
+        different one.
 
         Args:
-            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation
+                mode.
 
         Returns:
             The module itself.
@@ -105,10 +110,16 @@ class LoadedModule(nn.Module):
         entry = self._aot_entry
         own = {s.name: t for s, t in zip(entry.spec.state, self._aot_current(), strict=True)}
         persistent = {s.name: own[s.name] for s in entry.spec.state if s.persistent}
-        if problem := tensor_values.unlike(persistent, {n: v for n, v in state_dict.items() if n in persistent}, strict=strict):
+        if problem := tensor_values.unlike(
+            persistent, {n: v for n, v in state_dict.items() if n in persistent}, strict=strict
+        ):
             raise StateDictError(f"state of entry {entry.name!r}: {problem}; nothing was changed")
-        prefixes = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)  # submodules added by the caller
-        others = {*dict(self.named_parameters(remove_duplicate=False)), *dict(self.named_buffers(remove_duplicate=False))} - own.keys()
+        # Submodules added by the caller
+        prefixes = tuple(f"{n}." for n, m in self.named_children() if type(m) is not _Part)
+        others = {
+            *dict(self.named_parameters(remove_duplicate=False)),
+            *dict(self.named_buffers(remove_duplicate=False)),
+        } - own.keys()
         unexpected = sorted(map(str, state_dict.keys() - persistent.keys() - others))
         if strict and (unexpected := [n for n in unexpected if not n.startswith(prefixes)]):
             raise StateDictError(f"state of entry {entry.name!r}: unexpected {unexpected[:5]}; nothing was changed")
@@ -127,7 +138,9 @@ class LoadedModule(nn.Module):
         try:
             return [owner[name] for owner, name in self._aot_slots.pairs]
         except KeyError as error:
-            raise WeightsError(f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again") from error
+            raise WeightsError(
+                f"the parameter or buffer {error.args[0]!r} was deleted from the loaded module; load the package again"
+            ) from error
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -139,7 +152,11 @@ class LoadedModule(nn.Module):
 
     def __reduce__(self) -> Any:
         tensors = pickled(self._aot_entry.spec.state, self._aot_tensors())
-        return self._aot_entry.reopen, (), {"tensors": tensors, "training": self.training, "own": self._aot_own(), "modules": self._aot_added()}
+        return (
+            self._aot_entry.reopen,
+            (),
+            {"tensors": tensors, "training": self.training, "own": self._aot_own(), "modules": self._aot_added()},
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return self.__reduce__()
@@ -172,31 +189,40 @@ class LoadedModule(nn.Module):
         tensors = self._aot_current()
         for spec, tensor in zip(self._aot_entry.spec.state, tensors, strict=True):
             if tensor is None:
-                raise WeightsError(f"{spec.name} is None, and compiled code reads it: give it a tensor before the copy, or load the package again")
+                raise WeightsError(
+                    f"{spec.name} is None, and compiled code reads it: give it a tensor before the copy, or load the package again"
+                )
         return tensors
 
     def _aot_own(self) -> dict[str, Any]:
         """Return the caller's own attributes and hooks."""
-        return {n: v for n, v in self.__dict__.items() if n not in _STANDARD or n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+        return {
+            n: v
+            for n, v in self.__dict__.items()
+            if n not in _STANDARD or n.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+        }
 
     def _aot_added(self) -> dict[str, nn.Module | None]:
         """Return the submodules that the caller added."""
         return {n: m for n, m in self._modules.items() if not isinstance(m, _Part)}
 
-    def attach(self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0) -> Attachment:
+    def attach(
+        self, net: nn.Module, *, otherwise: Otherwise = "error", strict: bool = False, compare: int = 0
+    ) -> Attachment:
         """Make ``net(x)`` run this entry's compiled code, on the parameters and buffers of ``net``.
 
-        Only the ``forward`` of ``net`` is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and ``DistributedDataParallel``
-        work as before. A copy or pickle of it has its own forward. Tensors that move are bound again.
+        Only the ``forward`` of ``net`` is replaced: its hooks, ``train()``, ``state_dict()``, ``.to()``, optimizers and
+        ``DistributedDataParallel`` work as before. A copy or pickle of it has its own forward. Tensors that move are
+        bound again.
 
-        If source or attributes of classes outside PyTorch differ from the exported ones, which may be harmless, attaching warns. Later calls do not
-        check these attributes: after a change, attach again.
+        If source or attributes of classes outside PyTorch differ from the exported ones, which may be harmless,
+        attaching warns. Later calls do not check these attributes: after a change, attach again.
 
         Args:
-            net: A live module like the exported one. It must have the same tensors (names, shapes, dtypes, strides, device) and layers, and train no
-                more of them.
-            otherwise: "error" raises if no exported variant serves a call; "eager" runs the module's own forward then, and counts it by reason in
-                :attr:`Attachment.in_eager`.
+            net: A live module like the exported one. It must have the same tensors (names, shapes, dtypes, strides,
+                device) and layers, and train no more of them.
+            otherwise: "error" raises if no exported variant serves a call; "eager" runs the module's own forward then,
+                and counts it by reason in :attr:`Attachment.in_eager`.
             strict: Whether a difference that may be harmless raises :class:`InputError` instead of a warning.
             compare: The number of calls that first run both ways, on copies. It is meant for tests.
 
@@ -235,7 +261,8 @@ class LoadedModule(nn.Module):
 
 
 class _Slots:
-    """The dict and key of each state tensor. This is a class because tools that walk through a module's lists and dicts must not enter it."""
+    """The dict and key of each state tensor. This is a class because tools that walk through a module's lists and dicts
+    must not enter it."""
 
     __slots__ = ("pairs",)
 
@@ -244,7 +271,8 @@ class _Slots:
 
 
 class _Part(nn.Module):
-    """A submodule of a loaded module: it holds names and tensors. Its code is compiled into the whole, so that changing it is an error."""
+    """A submodule of a loaded module: it holds names and tensors. Its code is compiled into the whole, so that changing
+    it is an error."""
 
     def train(self, mode: bool = True) -> _Part:
         if mode != self.training:
@@ -258,7 +286,12 @@ class _Part(nn.Module):
         raise InputError("a submodule of a loaded module cannot be called: export it as its own entry")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_") and name != "training" and not isinstance(value, torch.Tensor) and name not in self._slots():
+        if (
+            not name.startswith("_")
+            and name != "training"
+            and not isinstance(value, torch.Tensor)
+            and name not in self._slots()
+        ):
             _refuse_change(name)
         super().__setattr__(name, value)
 
@@ -270,7 +303,9 @@ class _Part(nn.Module):
             "a hook on a submodule of a loaded module would never run: register it on the loaded module, or on the module before the export"
         )
 
-    register_forward_hook = register_forward_pre_hook = register_full_backward_hook = register_full_backward_pre_hook = _hooked
+    register_forward_hook = register_forward_pre_hook = register_full_backward_hook = (
+        register_full_backward_pre_hook
+    ) = _hooked
     register_backward_hook = _hooked
 
 
@@ -278,7 +313,9 @@ _STANDARD = {*nn.Module().__dict__, "_aot_entry", "_aot_slots", "_aot_set_apart"
 
 
 def _refuse_change(name: str) -> None:
-    raise InputError(f"{name!r} of a loaded module cannot be changed: its effect is compiled. Change it before the export")
+    raise InputError(
+        f"{name!r} of a loaded module cannot be changed: its effect is compiled. Change it before the export"
+    )
 
 
 def _submodule(root: nn.Module, name: str) -> nn.Module:
@@ -290,7 +327,9 @@ def _submodule(root: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-def _place(root: nn.Module, spec: StateSpec, by_weight: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+def _place(
+    root: nn.Module, spec: StateSpec, by_weight: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]
+) -> None:
     path, _, last = spec.name.rpartition(".")
     owner = _submodule(root, path)
     if spec.weight not in by_weight:

@@ -17,15 +17,23 @@ from .autograd_function import DifferentiableCall, apply, differentiated
 from .dispatch import Entry, MatchedCall
 
 
-def call_entry(entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call. ``current``: the entry's state. :class:`InputError`, :class:`WeightsError` and :class:`GradientError` are raised before anything
-    runs."""
+def call_entry(
+    entry: Entry, current: Sequence[torch.Tensor], mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a call. ``current``: the entry's state. :class:`InputError`, :class:`WeightsError` and :class:`GradientError`
+    are raised before anything runs."""
     matched, binding, runnable = _bound_call(entry, current, mode, args, kwargs)
     variant = matched.variant
     if torch.is_grad_enabled():
         derivative, sources = _differentiated(entry, current, matched, binding)
         if derivative is not None:
-            return _assembled(entry, derivative.forward, matched, current, apply(DifferentiableCall(matched, derivative, binding, current), sources))
+            return _assembled(
+                entry,
+                derivative.forward,
+                matched,
+                current,
+                apply(DifferentiableCall(matched, derivative, binding, current), sources),
+            )
     with torch.no_grad():
         runnable.increment_versions(current)
         values = runnable.call(binding, matched.flat, matched.sizes)
@@ -41,10 +49,14 @@ def _bound_call(
     if torch_api.in_forward_mode():
         torch_api.refuse_duals(current)
     if torch.jit.is_tracing():
-        raise InputError("called during torch.jit.trace, which would record the results and not the call; trace the original module")
+        raise InputError(
+            "called during torch.jit.trace, which would record the results and not the call; trace the original module"
+        )
     parameters = None
     if entry.specialised and torch.is_grad_enabled():
-        parameters = frozenset([target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad])
+        parameters = frozenset(
+            [target for i, target in entry.state.wrt if current[i] is not None and current[i].requires_grad]
+        )
     matched = entry.match(mode, args, kwargs, parameters)
     variant = matched.variant
     binding = entry.state.refresh(current)
@@ -59,8 +71,8 @@ _MAX_CALLS = 32  # known calls per set of addresses: bounds the bindings and siz
 
 
 class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
-    """Known calls by the identity of binding and sizes, which they keep alive. They cover one set of addresses only: a binding keeps its tensors
-    alive, and a parameter's old memory (``.data = …``) should be freed."""
+    """Known calls by the identity of binding and sizes, which they keep alive. They cover one set of addresses only: a
+    binding keeps its tensors alive, and a parameter's old memory (``.data = …``) should be freed."""
 
     def __init__(self, addresses: tuple[int, ...]):
         super().__init__()
@@ -68,13 +80,26 @@ class KnownCalls(dict[tuple[int, int], "_KnownSources"]):
 
 
 class _KnownSources:
-    """The tensors that needed gradients in a call, by place. They are the same in a later call with the same binding and sizes, because the checks
-    of state and arguments compare requires_grad."""
+    """The tensors that needed gradients in a call, by place. They are the same in a later call with the same binding
+    and sizes, because the checks of state and arguments compare requires_grad."""
 
     __slots__ = ("binding", "differentiated", "inputs", "sizes", "state")
 
-    def __init__(self, binding: Binding, sizes: Mapping[str, int], differentiated: Differentiated | None, state: list[int], inputs: list[int]):
-        self.binding, self.sizes, self.differentiated, self.state, self.inputs = binding, sizes, differentiated, state, inputs
+    def __init__(
+        self,
+        binding: Binding,
+        sizes: Mapping[str, int],
+        differentiated: Differentiated | None,
+        state: list[int],
+        inputs: list[int],
+    ):
+        self.binding, self.sizes, self.differentiated, self.state, self.inputs = (
+            binding,
+            sizes,
+            differentiated,
+            state,
+            inputs,
+        )
 
 
 def _differentiated(
@@ -93,7 +118,8 @@ def _differentiated(
             calls.clear()
         record = _KnownSources(binding, matched.sizes, derivative, state, inputs)
         places = entry.state.asked(binding)
-        if places is not None and state == [i for i in places if entry.state.targets[i] in matched.variant.wrt]:  # no thread has changed it meanwhile
+        # No thread has changed it meanwhile
+        if places is not None and state == [i for i in places if entry.state.targets[i] in matched.variant.wrt]:
             calls[id(binding), id(matched.sizes)] = record
     sources = [current[i] for i in record.state]
     if record.inputs:
@@ -101,11 +127,23 @@ def _differentiated(
     return record.differentiated, sources
 
 
-def _assembled(entry: Entry, runnable: Runnable, matched: MatchedCall, current: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Any:
+def _assembled(
+    entry: Entry,
+    runnable: Runnable,
+    matched: MatchedCall,
+    current: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> Any:
     if matched.variant.plain_result:
         return results[0]
     values = iter(results)
     flat = []
     for kind, where in runnable.outputs:
-        flat.append(next(values) if kind == "result" else matched.given[where] if kind == "input" else current[entry.index[where]])
+        flat.append(
+            next(values)
+            if kind == "result"
+            else matched.given[where]
+            if kind == "input"
+            else current[entry.index[where]]
+        )
     return unflatten(matched.variant.spec.out_tree, flat, matched.sizes, entry.types)

@@ -10,7 +10,10 @@ from torch import nn
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters, then buffers; a tied tensor appears under each of its names."""
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def slot_of(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,5 @@
-"""The tensors of a loaded entry in a pickle. The rest of the pickle is the path of the package, its digest, and the arguments of ``load``."""
+"""The tensors of a loaded entry in a pickle. The rest of the pickle is the path of the package, its digest, and the
+arguments of ``load``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ def pickled(state: Sequence[StateSpec], tensors: Sequence[torch.Tensor]) -> Pick
 
 
 def restore(
-    state: Sequence[StateSpec], tensors: Sequence[torch.Tensor], values: Mapping[str, tuple[torch.Tensor, bool, torch.Tensor | None]]
+    state: Sequence[StateSpec],
+    tensors: Sequence[torch.Tensor],
+    values: Mapping[str, tuple[torch.Tensor, bool, torch.Tensor | None]],
 ) -> None:
     """Write the pickled values into ``tensors``, in place."""
     with torch.no_grad():
@@ -37,4 +40,6 @@ def check_shape(weight: str, value: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def refuse_shallow_copy(loaded: object) -> NoReturn:
-    raise AotBackwardError(f"copy.copy of a {type(loaded).__name__}: its tensors cannot be shared with a copy. Call copy.deepcopy.")
+    raise AotBackwardError(
+        f"copy.copy of a {type(loaded).__name__}: its tensors cannot be shared with a copy. Call copy.deepcopy."
+    )

@@ -1,4 +1,5 @@
-"""Atomic replacement of a file, even if the writer is killed. The next writer removes the temporary files of killed ones."""
+"""Atomic replacement of a file, even if the writer is killed. The next writer removes the temporary files of killed
+ones."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` if the block succeeds, and is removed if it raises. Raise OSError if the disk fails.
+    """Yield a file that replaces ``path`` if the block succeeds, and is removed if it raises. Raise OSError if the disk
+    fails.
 
-    If ``path`` is a link, the link is replaced: resolve it first to replace its target. The writer holds a lock on its temporary file. The kernel
-    drops the lock when the process ends, so the next writer of ``path`` recognises and removes abandoned files."""
+    If ``path`` is a link, the link is replaced: resolve it first to replace its target. The writer holds a lock on its
+    temporary file. The kernel drops the lock when the process ends, so the next writer of ``path`` recognises and
+    removes abandoned files."""
     if path.is_dir():
         raise IsADirectoryError(None, "it is a folder")
     if path.exists() and not path.is_file():
@@ -46,7 +49,8 @@ def _locked(path: Path) -> tuple[Path, int]:
     """Create a file in the folder of ``path`` with a unique name. Return its path and its locked descriptor."""
     while True:
         temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # the umask sets the mode, as for any new file
+        # The umask sets the mode, as for any new file
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # without locks in the file system, no writer removes anything
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

@@ -30,7 +30,8 @@ def is_floating(dtype: str) -> bool:
 
 
 def can_hold(dtype: str, number: float) -> bool:
-    """Return whether a tensor of ``dtype`` can be filled with ``number``: a float within its range, an integer of its bits, a bool 0 or 1."""
+    """Return whether a tensor of ``dtype`` can be filled with ``number``: a float within its range, an integer of its
+    bits, a bool 0 or 1."""
     if is_floating(dtype):
         return abs(number) <= _LARGEST[_PARTS.get(dtype, dtype)]
     if dtype == "bool":

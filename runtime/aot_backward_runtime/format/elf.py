@@ -1,8 +1,8 @@
 """The headers of a shared library, read with :mod:`struct` before the dynamic linker sees the file.
 
-Layouts are those of the System V ABI (ELF-64) and, for symbol versions, of the Linux Standard Base, chapter "Symbol Versioning". Program headers
-and the dynamic section are read, as the linker does. Section headers play no part in loading. They are only checked to lie within the file, because
-a cut library fails there first.
+Layouts are those of the System V ABI (ELF-64) and, for symbol versions, of the Linux Standard Base, chapter "Symbol
+Versioning". Program headers and the dynamic section are read, as the linker does. Section headers play no part in
+loading. They are only checked to lie within the file, because a cut library fails there first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _UNNUMBERED = {"GLIBC_ABI_DT_RELR": ("GLIBC", "2.36")}
 
 @dataclass(frozen=True)
 class Elf:
-    """The parsed headers. ``versions`` and ``defines``: the highest versions that the file requires and offers, by family: ``{"GLIBC": "2.34"}``."""
+    """The parsed headers. ``versions`` and ``defines``: the highest versions that the file requires and offers, by
+    family: ``{"GLIBC": "2.34"}``."""
 
     machine: str
     needed: tuple[str, ...]
@@ -64,17 +65,21 @@ def numeric(version: str) -> tuple[int, ...]:
 
 
 def read_elf(path: Path) -> Elf:
-    """Read the headers of a shared library for x86-64 or aarch64. :class:`PackageError` describes the problem of any other file."""
+    """Read the headers of a shared library for x86-64 or aarch64. :class:`PackageError` describes the problem of any
+    other file."""
     with path.open("rb") as file:
         return _File(path, file).parse()
 
 
 def clear_executable_stack(path: Path) -> None:
-    """Clear PF_X of PT_GNU_STACK in place: glibc from 2.41 on refuses to load a library that requires an executable stack."""
+    """Clear PF_X of PT_GNU_STACK in place: glibc from 2.41 on refuses to load a library that requires an executable
+    stack."""
     with path.open("r+b") as file:
         stack = [s for s in _File(path, file).segments() if s.kind == _PT_GNU_STACK]
         if not stack:
-            raise PackageError(f"{path}: no PT_GNU_STACK header, so the stack is executable: link it with -Wl,-z,noexecstack")
+            raise PackageError(
+                f"{path}: no PT_GNU_STACK header, so the stack is executable: link it with -Wl,-z,noexecstack"
+            )
         for segment in stack:
             file.seek(segment.entry + 4)
             file.write(struct.pack("<I", segment.flags & ~_PF_X))
@@ -92,8 +97,12 @@ class _File:
         last = dict(tags)  # if two entries have the same tag, the linker takes the later
         strings = self.at_address(segments, last.get(_DT_STRTAB, 0), last.get(_DT_STRSZ, 0), "string table")
         needed = tuple(self.string(strings, v) for tag, v in tags if tag in (_DT_NEEDED, _DT_AUXILIARY, _DT_FILTER))
-        verneed = self.records(segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3)
-        verdef = self.records(segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0)
+        verneed = self.records(
+            segments, last, _DT_VERNEED, _DT_VERNEEDNUM, _VERNEED, count=1, down=3, auxiliary=_VERNAUX, name=3
+        )
+        verdef = self.records(
+            segments, last, _DT_VERDEF, _DT_VERDEFNUM, _VERDEF, count=3, down=5, auxiliary=_VERDAUX, name=0
+        )
         stack = [s for s in segments if s.kind == _PT_GNU_STACK]
         return Elf(
             machine=self.machine,
@@ -113,7 +122,9 @@ class _File:
         if identity[5] != 1:
             raise self.wrong(f"ELF byte order {identity[5]}, expected 1 (little-endian)")
         if machine not in MACHINES:
-            raise self.wrong(f"built for ELF machine {machine}, expected {EM_X86_64} (x86-64) or {EM_AARCH64} (aarch64)")
+            raise self.wrong(
+                f"built for ELF machine {machine}, expected {EM_X86_64} (x86-64) or {EM_AARCH64} (aarch64)"
+            )
         self.machine = MACHINES[machine]
         if kind != _ET_DYN:
             raise self.wrong(f"ELF type {kind}, expected {_ET_DYN} (shared library)")
@@ -171,8 +182,9 @@ class _File:
         auxiliary: struct.Struct,
         name: int,
     ) -> Iterator[int]:
-        """Yield the offsets of the version names in a two-level list. ``count``, ``down`` and ``name`` are positions within the layouts. The next
-        record's offset follows ``down`` in ``layout``, and is the last field of ``auxiliary``."""
+        """Yield the offsets of the version names in a two-level list. ``count``, ``down`` and ``name`` are positions
+        within the layouts. The next record's offset follows ``down`` in ``layout``, and is the last field of
+        ``auxiliary``."""
         if table not in tags:
             return
         remaining = _MAX_HEADERS

@@ -1,7 +1,8 @@
 """Sizes and guards as text, e.g. ``2*s0 + 1`` or ``s0 % 4 == 0``, and their evaluation.
 
-The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons, ``and or not``, ``max`` and ``min``. It is
-parsed with :mod:`ast` against a list of allowed nodes, so text from a package can compute but has no side effects.
+The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons, ``and or
+not``, ``max`` and ``min``. It is parsed with :mod:`ast` against a list of allowed nodes, so text from a package can
+compute but has no side effects.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ def _compiled(text: str) -> tuple[Any, frozenset[str]]:
         if not isinstance(node, _ALLOWED):
             raise PackageError(f"expression {text[:80]!r} holds {type(node).__name__}, which the format does not allow")
         if isinstance(node, ast.Constant) and (type(node.value) is not int or abs(node.value) >= 1 << 63):
-            raise PackageError(f"expression {text[:80]!r} holds the constant {node.value!r}; only 64-bit integers are allowed")
-        if isinstance(node, ast.Call) and (not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords):
+            raise PackageError(
+                f"expression {text[:80]!r} holds the constant {node.value!r}; only 64-bit integers are allowed"
+            )
+        if isinstance(node, ast.Call) and (
+            not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS or node.keywords
+        ):
             raise PackageError(f"expression {text[:80]!r} calls something other than max and min")
         if isinstance(node, ast.Call) and len(node.args) < 2:
             raise PackageError(f"expression {text[:80]!r} calls max or min with less than two arguments")
@@ -67,4 +72,6 @@ def evaluate(expression: str | int, values: Mapping[str, int]) -> int:
     try:
         return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))  # noqa: S307 (only the nodes listed above)
     except ZeroDivisionError as error:
-        raise PackageError(f"expression {expression!r} divides by zero at {', '.join(f'{n}={values[n]}' for n in sorted(symbols))}") from error
+        raise PackageError(
+            f"expression {expression!r} divides by zero at {', '.join(f'{n}={values[n]}' for n in sorted(symbols))}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Check for JSON objects with duplicate keys: ``json.loads`` would silently keep the last of the two, other readers the first."""
+"""Check for JSON objects with duplicate keys: ``json.loads`` would silently keep the last of the two, other readers the
+first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Conversion of manifests from and to JSON. The reader compares the manifest's SHA-256, then checks every field against the schema.
+"""Conversion of manifests from and to JSON. The reader compares the manifest's SHA-256, then checks every field against
+the schema.
 
-Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma (``docs/format.md``, section
-3).
+Since format 1.15 a manifest ends with the field ``"sha256"``, which holds the SHA-256 of all bytes before its comma
+(``docs/format.md``, section 3).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\Z')
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """Return the manifest as UTF-8 JSON that ends with its SHA-256. Fields keep their order: equal manifests have equal bytes."""
+    """Return the manifest as UTF-8 JSON that ends with its SHA-256. Fields keep their order: equal manifests have equal
+    bytes."""
     return sealed(json.dumps(plain(manifest), separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode())
 
 
@@ -43,7 +45,9 @@ def from_json(data: bytes) -> Manifest:
         raise PackageError(f"manifest.json has {len(data)} bytes; at most {LARGEST_MANIFEST} are read")
     seal = _SEAL.search(data)
     if seal and (digest := hashlib.sha256(data[: seal.start()]).hexdigest()) != seal[1].decode():
-        raise PackageError(f"manifest.json: SHA-256 is {digest}, expected {seal[1].decode()}. The file is damaged: copy or export it again.")
+        raise PackageError(
+            f"manifest.json: SHA-256 is {digest}, expected {seal[1].decode()}. The file is damaged: copy or export it again."
+        )
     try:
         raw = json.loads(data.decode(), object_pairs_hook=unique_keys, parse_int=_integer, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -62,7 +66,9 @@ def from_json(data: bytes) -> Manifest:
         raise PackageError(f"manifest.json: required_features is {features!r}, expected a list of names")
     unknown = sorted(set(features) - KNOWN_FEATURES)
     if unknown:
-        raise PackageError(f"package needs the feature {unknown[0]!r}, which this runtime does not know: install a newer aot-backward-runtime")
+        raise PackageError(
+            f"package needs the feature {unknown[0]!r}, which this runtime does not know: install a newer aot-backward-runtime"
+        )
     if tuple(version) >= SEALED_SINCE and not seal:
         raise PackageError(
             f"manifest.json of format {version[0]}.{version[1]} does not end with its SHA-256. The file is damaged: copy or export it again."
@@ -106,15 +112,16 @@ def _no_constant(text: str) -> float:
 
 
 Path = tuple[Any, ...] | None
-"""The place of a value in the document, innermost first: (step, the rest). It becomes text only for an error message."""
+"""The place of a value in the document, innermost first: (step, the rest). It becomes text only for an error
+message."""
 
 Decoder = Callable[[Any, Path, int], Any]
 
 
 @cache
 def _decoder(kind: Any, strict: bool) -> Decoder:
-    """Return a function that turns a JSON value into a ``kind``, cached because packages hold thousands of values. ``strict``: refuse unknown
-    fields."""
+    """Return a function that turns a JSON value into a ``kind``, cached because packages hold thousands of values.
+    ``strict``: refuse unknown fields."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         options = [(option, _later(option, strict)) for option in arguments]
@@ -156,7 +163,9 @@ def _decoder(kind: Any, strict: bool) -> Decoder:
 
         return mapping
     if kind is float:
-        return lambda value, path, depth: float(value) if type(value) in (float, int) and math.isfinite(value) else _raise(path, kind, value)
+        return lambda value, path, depth: (
+            float(value) if type(value) in (float, int) and math.isfinite(value) else _raise(path, kind, value)
+        )
     if kind is types.NoneType:
         return lambda value, path, depth: None if value is None else _raise(path, kind, value)
     return lambda value, path, depth: value if type(value) is kind else _raise(path, kind, value)
@@ -165,7 +174,10 @@ def _decoder(kind: Any, strict: bool) -> Decoder:
 def _dataclass_decoder(kind: Any, strict: bool) -> Decoder:
     hints = typing.get_type_hints(kind)
     missing = dataclasses.MISSING
-    fields = [(f.name, _later(hints[f.name], strict), f.default is missing and f.default_factory is missing) for f in dataclasses.fields(kind)]
+    fields = [
+        (f.name, _later(hints[f.name], strict), f.default is missing and f.default_factory is missing)
+        for f in dataclasses.fields(kind)
+    ]
 
     def decode(value: Any, path: Path, depth: int) -> Any:
         if type(value) is not dict:
@@ -209,7 +221,9 @@ def _words(path: Path) -> str:
     while path is not None:
         step, path = path
         steps.append(step)
-    return "manifest" + "".join(f".{s}" if isinstance(s, str) and s.isidentifier() else f"[{s!r}]" for s in reversed(steps))
+    return "manifest" + "".join(
+        f".{s}" if isinstance(s, str) and s.isidentifier() else f"[{s!r}]" for s in reversed(steps)
+    )
 
 
 def _raise(path: Path, kind: Any, value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The options of an optimizer's parameter groups, stored in a manifest as JSON, and the intervals that compiled code supports."""
+"""The options of an optimizer's parameter groups, stored in a manifest as JSON, and the intervals that compiled code
+supports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The header of a safetensors file: 8 bytes of little-endian length, then JSON. It is read strictly, and written so that data can be mapped.
+"""The header of a safetensors file: 8 bytes of little-endian length, then JSON. It is read strictly, and written so
+that data can be mapped.
 
-The format: https://github.com/huggingface/safetensors, README, "Format". The runtime parses it itself to avoid a second native library.
+The format: https://github.com/huggingface/safetensors, README, "Format". The runtime parses it itself to avoid a second
+native library.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ DTYPES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-"""PyTorch's name of a dtype, and the format's. ``complex128``, which the format lacks, is stored as F64 with a last dimension of 2."""
-BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}  # else 1
+"""PyTorch's name of a dtype, and the format's. ``complex128``, which the format lacks, is stored as F64 with a last
+dimension of 2."""
+# Else 1
+BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,14 @@ def size_of(dtype: str, shape: Iterable[int]) -> int:
     return math.prod(shape) * BYTES.get(dtype, 1)
 
 
-def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = FROM_PYTORCH) -> tuple[bytes, list[str]]:
-    """Return the header for tensors of these (format's) dtypes and shapes, and the order in which their data must follow.
+def write_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = FROM_PYTORCH
+) -> tuple[bytes, list[str]]:
+    """Return the header for tensors of these (format's) dtypes and shapes, and the order in which their data must
+    follow.
 
-    The format allows no gaps. So a tensor whose size is a multiple of 64 comes before one whose size is only a multiple of 32, and so on: each then
-    lies at a multiple of the largest power of two, up to 64, that divides its size."""
+    The format allows no gaps. So a tensor whose size is a multiple of 64 comes before one whose size is only a multiple
+    of 32, and so on: each then lies at a multiple of the largest power of two, up to 64, that divides its size."""
 
     def largest_divisor(size: int) -> int:
         return math.gcd(size, ALIGNMENT)
@@ -82,7 +89,8 @@ def write_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: M
 
 
 def read_header(data: bytes | memoryview) -> tuple[dict[str, Stored], int]:
-    """Return the tensors of the file ``data``, in the order of their bytes, and the offset of the first. :class:`PackageError` names the tensor."""
+    """Return the tensors of the file ``data``, in the order of their bytes, and the offset of the first.
+    :class:`PackageError` names the tensor."""
     length = _length(bytes(data[:8]), len(data))
     header = parse_header(bytes(data[8 : 8 + length]))
     if header.size != len(data):
@@ -107,11 +115,15 @@ def parse_header(text: bytes) -> Header:
     metadata = raw.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise PackageError(f"its {METADATA} is not an object of strings")
-    tensors = sorted(((name, _stored(name, value)) for name, value in raw.items()), key=lambda pair: (pair[1].begin, pair[1].end))
+    tensors = sorted(
+        ((name, _stored(name, value)) for name, value in raw.items()), key=lambda pair: (pair[1].begin, pair[1].end)
+    )
     expected = 0
     for name, stored in tensors:
         if stored.begin != expected:
-            raise PackageError(f"tensor {name!r} begins at byte {stored.begin}, expected {expected}, where the one before ends")
+            raise PackageError(
+                f"tensor {name!r} begins at byte {stored.begin}, expected {expected}, where the one before ends"
+            )
         expected = stored.end
     return Header(dict(tensors), metadata, 8 + len(text), 8 + len(text) + expected)
 
@@ -139,5 +151,7 @@ def _stored(name: str, value: Any) -> Stored:
     if len(shape) > 64 or math.prod(max(n, 1) for n in shape) >= 1 << 60:
         raise PackageError(f"tensor {name!r}: its shape is too large")
     if end - begin != size_of(dtype, shape):
-        raise PackageError(f"tensor {name!r}: {dtype} of shape {shape} takes {size_of(dtype, shape)} bytes, not {end - begin}")
+        raise PackageError(
+            f"tensor {name!r}: {dtype} of shape {shape} takes {size_of(dtype, shape)} bytes, not {end - begin}"
+        )
     return Stored(dtype, tuple(shape), begin, end)

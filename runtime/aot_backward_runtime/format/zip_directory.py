@@ -1,8 +1,9 @@
 """The location of each member of a package, read more strictly than by :mod:`zipfile`.
 
-``zipfile`` accepts bytes before, between and after members, takes the last of two members of one name, ignores the contents of local headers, and
-trusts sizes. A package is a zip file in the narrow form of ``docs/format.md``, section 1. This module refuses anything else before it allocates
-memory by a size that the file states. Layouts: PKWARE APPNOTE 6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3.
+``zipfile`` accepts bytes before, between and after members, takes the last of two members of one name, ignores the
+contents of local headers, and trusts sizes. A package is a zip file in the narrow form of ``docs/format.md``, section
+1. This module refuses anything else before it allocates memory by a size that the file states. Layouts: PKWARE APPNOTE
+6.3, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16, 4.5.3.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Place:
 
 
 def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
-    """Return ``size`` bytes from ``offset``. The descriptor's own position does not move, so threads and forks can share it."""
+    """Return ``size`` bytes from ``offset``. The descriptor's own position does not move, so threads and forks can
+    share it."""
     parts = []
     try:
         while size and (part := os.pread(fd, size, offset)):
@@ -100,7 +102,9 @@ class _Directory:
             if name.casefold() in folded:
                 raise self.wrong(f"member {name}: the archive also holds {folded[name.casefold()]}")
             if header != expected:
-                raise self.wrong(f"member {name} begins at byte {header}, expected {expected}, right after the one before")
+                raise self.wrong(
+                    f"member {name} begins at byte {header}, expected {expected}, right after the one before"
+                )
             folded[name.casefold()] = name
             places[name] = place
             expected = place.offset + place.size
@@ -111,7 +115,8 @@ class _Directory:
         return places
 
     def end_record(self) -> tuple[int, int, int]:
-        """Return the number of members, and offset and length of the central directory, which ends where the end records begin."""
+        """Return the number of members, and offset and length of the central directory, which ends where the end
+        records begin."""
         if self.size < _END.size:
             raise self.cut_short()
         end = self.size - _END.size
@@ -126,19 +131,48 @@ class _Directory:
             return count, start, length
         end -= _LOCATOR.size + _END64.size
         if end < 0 or self.at(end + _END64.size, 4) != struct.pack("<I", _LOCATOR_MAGIC):
-            raise self.wrong(f"bytes {start + length} to {self.size - _END.size}, before its end record, belong to no member")
+            raise self.wrong(
+                f"bytes {start + length} to {self.size - _END.size}, before its end record, belong to no member"
+            )
         magic, rest, _, _, disk, first, here64, count64, length64, start64 = _END64.unpack(self.at(end, _END64.size))
         _, disk_of, offset, disks = _LOCATOR.unpack(self.at(end + _END64.size, _LOCATOR.size))
-        if (magic, rest, offset, here64) != (_END64_MAGIC, _END64.size - 12, end, count64) or (disk, first, disk_of, disks) != (0, 0, 0, 1):
+        if (magic, rest, offset, here64) != (_END64_MAGIC, _END64.size - 12, end, count64) or (
+            disk,
+            first,
+            disk_of,
+            disks,
+        ) != (0, 0, 0, 1):
             raise self.wrong("its zip64 end record is invalid")
-        if (count, length, start) != (min(count64, 0xFFFF), min(length64, _WIDE), min(start64, _WIDE)) or start64 + length64 != end:
+        if (count, length, start) != (
+            min(count64, 0xFFFF),
+            min(length64, _WIDE),
+            min(start64, _WIDE),
+        ) or start64 + length64 != end:
             raise self.wrong("its two end records disagree")
         return count64, start64, length64
 
     def central_entry(self, central: bytes, position: int, limit: int) -> tuple[str, int, Place, int]:
         """Return name, offset of the local header, place of the data, and position of the next entry."""
         fields = _CENTRAL.unpack_from(central, position)
-        magic, made_by, _, flags, method, time, date, crc, stored, size, n_name, n_extra, n_comment, disk, _, mode, header = fields
+        (
+            magic,
+            made_by,
+            _,
+            flags,
+            method,
+            time,
+            date,
+            crc,
+            stored,
+            size,
+            n_name,
+            n_extra,
+            n_comment,
+            disk,
+            _,
+            mode,
+            header,
+        ) = fields
         position += _CENTRAL.size
         if magic != _CENTRAL_MAGIC or position + n_name + n_extra + n_comment > len(central):
             raise self.wrong(f"entry at byte {position - _CENTRAL.size} of the central directory is invalid")
@@ -149,7 +183,9 @@ class _Directory:
             refused = "encryption, data descriptors and other encodings are refused. A file of torch.save has them: export the model"
             raise self.wrong(f"member {name}: flags {flags:#x}; {refused}")
         if method or size != stored:
-            raise self.wrong(f"member {name}: compressed (method {method}, {stored} bytes for {size}); members must be stored uncompressed")
+            raise self.wrong(
+                f"member {name}: compressed (method {method}, {stored} bytes for {size}); members must be stored uncompressed"
+            )
         kind = stat.S_IFMT(mode >> 16)
         if (made_by >> 8 == 3 and kind not in (0, stat.S_IFREG)) or mode & _DOS_FOLDER:
             raise self.wrong(f"member {name}: mode {mode >> 16:#o} is not that of a plain file")
@@ -198,7 +234,8 @@ class _Directory:
         return tuple(next(sizes) if v == _WIDE else v for v in values)
 
     def cut_short(self) -> PackageError:
-        """Walk the local headers of a file without an end record, and return an error that names the member at which it stops."""
+        """Walk the local headers of a file without an end record, and return an error that names the member at which it
+        stops."""
         if self.size < _LOCAL.size or self.at(0, 4) != struct.pack("<I", _LOCAL_MAGIC):
             return self.wrong(f"not a zip archive ({self.size} bytes)")
         offset, last = 0, ""
@@ -213,4 +250,6 @@ class _Directory:
             offset += _LOCAL.size + n_name + n_extra + size
             if offset > self.size:
                 return self.wrong(f"cut short in member {last}, which should end at byte {offset} of {self.size}")
-        return self.wrong(f"cut short or overwritten after member {last}, at byte {offset} of {self.size}: no end record")
+        return self.wrong(
+            f"cut short or overwritten after member {last}, at byte {offset} of {self.size}: no end record"
+        )

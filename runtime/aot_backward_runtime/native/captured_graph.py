@@ -16,9 +16,16 @@ from .. import torch_api
 class CapturedGraph:
     """One capture: the inputs that a call copies into, and the outputs that a replay overwrites."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], fixed: frozenset[int], replay: Callable[[], None], outputs: list[torch.Tensor], pool: Any):
-        """``fixed``: addresses of inputs that are read in place. ``pool``: the graph's own memory pool, which it shares only with its
-        backward's graph; or None."""
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        fixed: frozenset[int],
+        replay: Callable[[], None],
+        outputs: list[torch.Tensor],
+        pool: Any,
+    ):
+        """``fixed``: addresses of inputs that are read in place. ``pool``: the graph's own memory pool, which it shares
+        only with its backward's graph; or None."""
         self.inputs, self.outputs, self._replay, self.pool = inputs, outputs, replay, pool
         self._fixed = [i for i, t in enumerate(inputs) if t.data_ptr() in fixed]
         self._copied = [(i, _without_expansion(t)) for i, t in enumerate(inputs) if t.numel() and i not in self._fixed]
@@ -26,7 +33,9 @@ class CapturedGraph:
         self._reader: Callable[[], Any] = _nobody
         self.backward_graphs: dict[Any, Any] = {}  # by library: graphs that read this one's outputs in place
         shared = Counter(t.untyped_storage().data_ptr() for t in outputs if t.numel())
-        self._plain = [shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs]
+        self._plain = [
+            shared[t.untyped_storage().data_ptr()] < 2 and torch.empty_like(t).stride() == t.stride() for t in outputs
+        ]
 
     def addresses(self) -> frozenset[int]:
         """Return the addresses of its inputs and outputs."""
@@ -55,7 +64,8 @@ class CapturedGraph:
         self._replay()
 
     def copies(self, which: Iterable[int] | None = None) -> list[torch.Tensor]:
-        """Return the outputs, with copies of all, or of the indices ``which``. If outputs share memory, so do the copies."""
+        """Return the outputs, with copies of all, or of the indices ``which``. If outputs share memory, so do the
+        copies."""
         out = list(self.outputs)
         places, sources = [], []
         storages: dict[int, torch.UntypedStorage] = {}
@@ -69,7 +79,9 @@ class CapturedGraph:
                 storage = t.untyped_storage()
                 if (clone := storages.get(storage.data_ptr())) is None:
                     clone = storages[storage.data_ptr()] = storage.clone()
-                out[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(clone, t.storage_offset(), t.shape, t.stride())
+                out[i] = torch.empty(0, dtype=t.dtype, device=t.device).set_(
+                    clone, t.storage_offset(), t.shape, t.stride()
+                )
         if places:
             with torch.no_grad():
                 torch_api.foreach_copy_(places, sources)
@@ -79,8 +91,15 @@ class CapturedGraph:
 class PooledOutputs:
     """The outputs of a forward that stay in the memory pool of its graph until the backward has read them."""
 
-    def __init__(self, graph: CapturedGraph, operands: Iterable[tuple[str, Any]], lock: AbstractContextManager[Any], in_order: Callable[[], None]):
-        """``operands``: the parsed operands of the graph's inputs. ``lock``, ``in_order``: from :class:`.cuda_graphs.Graphs`."""
+    def __init__(
+        self,
+        graph: CapturedGraph,
+        operands: Iterable[tuple[str, Any]],
+        lock: AbstractContextManager[Any],
+        in_order: Callable[[], None],
+    ):
+        """``operands``: the parsed operands of the graph's inputs. ``lock``, ``in_order``: from
+        :class:`.cuda_graphs.Graphs`."""
         self.graph, self._lock, self._in_order = graph, lock, in_order
         self._inputs = {where: graph.inputs[i] for i, (kind, where) in enumerate(operands) if kind == "input"}
 

@@ -1,13 +1,15 @@
 """CUDA graphs of compiled code: ``load(path, cudagraphs=True)``.
 
-A CUDA graph is a list of launches at fixed addresses that one call replays. Parameters, buffers and optimizer state are read in place. Each
-other input has a static copy, which a call fills. Outputs are static too: the caller gets copies, because the next replay overwrites them.
-A forward that awaits its backward leaves its saved tensors in its graph's memory pool, without a copy, and is not replayed until the backward has
-read them. Its graph shares that pool only with its backward, because graphs of one pool overwrite each other's outputs. All other graphs of a
-package share one pool. This is sound because no two run at once, and their outputs are copied before the next replay.
+A CUDA graph is a list of launches at fixed addresses that one call replays. Parameters, buffers and optimizer state are
+read in place. Each other input has a static copy, which a call fills. Outputs are static too: the caller gets copies,
+because the next replay overwrites them.
+A forward that awaits its backward leaves its saved tensors in its graph's memory pool, without a copy, and is not
+replayed until the backward has read them. Its graph shares that pool only with its backward, because graphs of one pool
+overwrite each other's outputs. All other graphs of a package share one pool. This is sound because no two run at once,
+and their outputs are copied before the next replay.
 
-The first call at a list of shapes runs without a graph (it loads kernels and makes workspaces); the second is captured. Calls that cannot be
-captured run without a graph; :class:`GraphReport` counts them by reason.
+The first call at a list of shapes runs without a graph (it loads kernels and makes workspaces); the second is captured.
+Calls that cannot be captured run without a graph; :class:`GraphReport` counts them by reason.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from .captured_graph import CapturedGraph, PooledOutputs, static_input
 from .cuda_library import capturing
 from .library import Binding, Library
 
-SHAPES = 64  # lists of shapes of one library that have graphs: bounds GPU memory, because each graph keeps its inputs and outputs; a guess
+# Lists of shapes of one library that have graphs: bounds GPU memory, because each graph keeps its inputs and outputs; a
+# guess
+SHAPES = 64
 WAITING = 4  # forwards of one list of shapes that may wait for their backward: each has its own memory pool; a guess
 TRIES = 2  # failed captures of a library before it is no longer captured; a guess
 
@@ -70,9 +74,11 @@ class Recorder(Protocol):
     def pool(self) -> Any:
         """Return a memory pool for graphs that may overwrite each other's results."""
 
-    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        """Return the function that replays ``call``, and the results in ``pool`` that each replay overwrites. None is the shared pool, for
-        results that are copied at once. Capturing runs nothing."""
+    def capture(
+        self, call: Callable[[], list[torch.Tensor]], pool: Any
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """Return the function that replays ``call``, and the results in ``pool`` that each replay overwrites. None is
+        the shared pool, for results that are copied at once. Capturing runs nothing."""
 
 
 class Gpu:
@@ -86,7 +92,8 @@ class Gpu:
             self._begin()
 
     def _begin(self) -> None:
-        """Create a pool and a stream. A tiny graph is kept, because a pool is freed with its last graph even if other memory lies in it."""
+        """Create a pool and a stream. A tiny graph is kept, because a pool is freed with its last graph even if other
+        memory lies in it."""
         with torch.cuda.device(self._device):
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         self._kept.append(self._captured(lambda: [torch.zeros(1, device=self._device)], self._pool))
@@ -103,23 +110,29 @@ class Gpu:
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def capture(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def capture(
+        self, call: Callable[[], list[torch.Tensor]], pool: Any
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         with _CAPTURE:
             return self._tried(call, pool or self._pool)
 
-    def _tried(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def _tried(
+        self, call: Callable[[], list[torch.Tensor]], pool: Any
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         before = torch.cuda.current_stream(self._device)
         try:
             return self._captured(call, pool)
         except RuntimeError as error:
-            # A failed torch.cuda.graph is not undone: its stream stays current, the allocator keeps filling the pool, and the random number generator
-            # stays in capture mode until a capture ends.
+            # A failed torch.cuda.graph is not undone: its stream stays current, the allocator keeps filling the pool,
+            # and the random number generator stays in capture mode until a capture ends.
             torch.cuda.set_stream(before)
             torch_api.end_allocating_to_pool(self._device, pool)
             self._begin()
             raise RuntimeError(str(error.__context__ or error)) from error
 
-    def _captured(self, call: Callable[[], list[torch.Tensor]], pool: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def _captured(
+        self, call: Callable[[], list[torch.Tensor]], pool: Any
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self._device):
@@ -202,7 +215,9 @@ class GraphedLibrary(Library):
                 return self.inner.run(inputs), None
             self._replay(graph, inputs)
             graph.keep_for(reader)
-            return list(graph.outputs), PooledOutputs(graph, operands, self._graphs.lock, self._graphs.recorder.in_order)
+            return list(graph.outputs), PooledOutputs(
+                graph, operands, self._graphs.lock, self._graphs.recorder.in_order
+            )
 
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
         with self._graphs.lock:
@@ -226,7 +241,8 @@ class GraphedLibrary(Library):
             return graph.copies()
 
     def _for_shapes(self, inputs: Sequence[torch.Tensor], pooled: bool = False) -> CapturedGraph | None:
-        """Return the graph for the shapes of ``inputs``. ``pooled``: its outputs stay in their own pool while other graphs are replayed."""
+        """Return the graph for the shapes of ``inputs``. ``pooled``: its outputs stay in their own pool while other
+        graphs are replayed."""
         key = _shapes(inputs)
         slot = self._at.get(key)
         if slot is None:
@@ -239,10 +255,14 @@ class GraphedLibrary(Library):
         return self._replayable(slot, inputs, pooled)
 
     def _replayable(
-        self, slot: _ShapeGraphs, inputs: Sequence[torch.Tensor], pooled: bool = False, forward: CapturedGraph | None = None
+        self,
+        slot: _ShapeGraphs,
+        inputs: Sequence[torch.Tensor],
+        pooled: bool = False,
+        forward: CapturedGraph | None = None,
     ) -> CapturedGraph | None:
-        """Return a graph that may be replayed now, captured if necessary. If there is none, count the reason and return None. ``forward``: the graph
-        that made the outputs that a backward reads."""
+        """Return a graph that may be replayed now, captured if necessary. If there is none, count the reason and return
+        None. ``forward``: the graph that made the outputs that a backward reads."""
         if not self._unfit and (unsafe := [name for name in self.spec.operators if _unsafe(name)]):
             self._unfit = f"{unsafe[0]} is tagged torch.Tag.cudagraph_unsafe"
         if reason := self._unfit or self._graphs.recorder.why_not_capturable():
@@ -259,14 +279,17 @@ class GraphedLibrary(Library):
             return None
         return graph or self._captured(slot, inputs, pooled, forward)
 
-    def _captured(self, slot: _ShapeGraphs, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None) -> CapturedGraph | None:
+    def _captured(
+        self, slot: _ShapeGraphs, inputs: Sequence[torch.Tensor], pooled: bool, forward: CapturedGraph | None
+    ) -> CapturedGraph | None:
         if any(t.device != self.device and t.numel() for t in inputs):
             self._unfit = f"{self.spec.member} reads a tensor on the CPU"
             self._graphs.plain(self._unfit)
             return None
         recorder, fixed = self._graphs.recorder, forward.addresses() if forward is not None else frozenset[int]()
         pool = forward.pool if forward is not None else recorder.pool() if pooled else None
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be written to outside of inference mode
+        # Inference tensors cannot be written to outside of inference mode
+        with torch.inference_mode(False), torch.no_grad():
             static = [t if t.data_ptr() in fixed or not t.numel() else static_input(t) for t in inputs]
             try:
                 replay, outputs = recorder.capture(partial(self.inner.run, static), pool)
@@ -293,7 +316,10 @@ def _unsafe(operator: str) -> bool:
     """Return whether ``operator`` is registered as unsafe to capture."""
     namespace, _, name = operator.partition("::")
     packet, _, overload = name.partition(".")
-    return torch.Tag.cudagraph_unsafe in getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default").tags
+    return (
+        torch.Tag.cudagraph_unsafe
+        in getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default").tags
+    )
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Size, ...]:

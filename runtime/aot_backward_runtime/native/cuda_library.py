@@ -16,8 +16,8 @@ class CudaLibrary(Library):
     """A library with kernels for :attr:`device`. Its memory comes from PyTorch's caching allocator."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Queue the graph on the current stream of its device. As in eager, the next synchronization raises errors of the kernels; with
-        ``CUDA_LAUNCH_BLOCKING=1`` this call raises them."""
+        """Queue the graph on the current stream of its device. As in eager, the next synchronization raises errors of
+        the kernels; with ``CUDA_LAUNCH_BLOCKING=1`` this call raises them."""
         try:
             with self.lock:  # one caller at a time: the container was opened single-threaded
                 if torch.cuda.current_device() == self.device.index:

@@ -1,7 +1,7 @@
 """One compiled graph: open it at the first run, bind its constants to tensors by pointer, and call it.
 
-Only one caller at a time may enter a container. ``run`` holds the interpreter lock throughout. Graphs with operators that go
-through the proxy executor can release it in between, so they have their own lock.
+Only one caller at a time may enter a container. ``run`` holds the interpreter lock throughout. Graphs with operators
+that go through the proxy executor can release it in between, so they have their own lock.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from .captured_graph import PooledOutputs
 from .memory import extent
 
 Binding = tuple[Mapping[str, torch.Tensor], tuple[int, ...]]
-"""The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that tuple by identity: a new tuple
-rebinds it."""
+"""The tensors that constants point at, by weight key, and the addresses of the entry's own. A library compares that
+tuple by identity: a new tuple rebinds it."""
 NO_CONSTANTS: Binding = ({}, ())
 """The binding of a library that takes all tensors as arguments."""
 _MEASURED = 8  # runs of a graph whose fresh memory is counted: the first may be short. A guess
 
 
 class Library:
-    """One compiled graph, opened at its first run. A copy (``deepcopy``) opens it again, so that each copy binds its own constants."""
+    """One compiled graph, opened at its first run. A copy (``deepcopy``) opens it again, so that each copy binds its
+    own constants."""
 
     def __init__(self, path: Callable[[], Path], spec: LibrarySpec, device: torch.device):
         self.path, self.spec, self.device = path, spec, device
@@ -48,8 +49,8 @@ class Library:
         return type(self)(self.path, self.spec, self.device)
 
     def bind(self, binding: Binding) -> bool:
-        """Point the constants at the tensors of ``binding``, unless they are bound to that tuple of addresses (see :data:`Binding`). Return whether
-        they were bound again."""
+        """Point the constants at the tensors of ``binding``, unless they are bound to that tuple of addresses (see
+        :data:`Binding`). Return whether they were bound again."""
         tensors, addresses = binding
         if self._bound is addresses:
             return False
@@ -92,14 +93,16 @@ class Library:
 
     def failed(self, error: RuntimeError) -> ExecutionError:
         """Return the error to raise for an error of native code."""
-        return ExecutionError(f"{self.spec.member}: native code failed ({reason_of(error)}); the function is still usable")
+        return ExecutionError(
+            f"{self.spec.member}: native code failed ({reason_of(error)}); the function is still usable"
+        )
 
     def run_forward(
         self, operands: Sequence[tuple[str, Any]], inputs: list[torch.Tensor], reader: Any, hooked: bool
     ) -> tuple[list[torch.Tensor], PooledOutputs | None]:
-        """Call :meth:`run` for a forward that awaits its backward. If the results stay in a memory pool, nothing is written there until they are
-        released, or until ``reader``, the call with that backward, is gone. ``operands``: the parsed operands of the inputs. ``hooked``: saved-tensor
-        hooks receive the results."""
+        """Call :meth:`run` for a forward that awaits its backward. If the results stay in a memory pool, nothing is
+        written there until they are released, or until ``reader``, the call with that backward, is gone. ``operands``:
+        the parsed operands of the inputs. ``hooked``: saved-tensor hooks receive the results."""
         return self.run(inputs), None
 
     def run_backward(self, inputs: list[torch.Tensor], pooled: PooledOutputs | None) -> list[torch.Tensor]:
@@ -125,8 +128,8 @@ class Library:
         return runner
 
     def _check_counts(self, stated: torch_api.Stated) -> None:
-        """Raise :class:`IncompatibleError` if the library's number of inputs or outputs differs from the manifest: it would read past the end of
-        its arguments."""
+        """Raise :class:`IncompatibleError` if the library's number of inputs or outputs differs from the manifest: it
+        would read past the end of its arguments."""
         counts = (len(self.spec.inputs), len(self.spec.outputs))
         if (stated.inputs, stated.outputs) != counts:
             raise IncompatibleError(
@@ -138,7 +141,9 @@ class Library:
         try:
             runner = self._load()
         except RuntimeError as error:
-            raise IncompatibleError(f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}") from error
+            raise IncompatibleError(
+                f"{self.spec.member} could not be opened: {str(error).splitlines()[0]}{self._hint()}"
+            ) from error
         names = {c.name for c in self.spec.constants}
         if runner.constants != names:
             raise IncompatibleError(
@@ -147,8 +152,9 @@ class Library:
         return runner
 
     def _check_layouts(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise :class:`IncompatibleError` if a constant's strides span more memory than when the library was compiled, or expand it over less.
-        The library states only that memory size, not the strides; a tensor that was part of a larger one had more."""
+        """Raise :class:`IncompatibleError` if a constant's strides span more memory than when the library was compiled,
+        or expand it over less. The library states only that memory size, not the strides; a tensor that was part of a
+        larger one had more."""
         if self._stated is None:
             return
         for constant in self.spec.constants:
@@ -173,10 +179,14 @@ class Library:
 
 
 def _described(tensor: torch.Tensor, layout: str) -> str:
-    """Return ``float32 [2,3] [3,1]``. A dimension of one element takes its stride from ``layout``, because it does not matter."""
+    """Return ``float32 [2,3] [3,1]``. A dimension of one element takes its stride from ``layout``, because it does not
+    matter."""
     layout_strides = layout.rpartition("[")[2].rstrip("]").split(",")
     layout_strides = layout_strides if len(layout_strides) == tensor.dim() else list(map(str, tensor.stride()))
-    strides = [layout_stride if n <= 1 else str(s) for n, s, layout_stride in zip(tensor.shape, tensor.stride(), layout_strides, strict=True)]
+    strides = [
+        layout_stride if n <= 1 else str(s)
+        for n, s, layout_stride in zip(tensor.shape, tensor.stride(), layout_strides, strict=True)
+    ]
     return f"{str(tensor.dtype).removeprefix('torch.')} [{','.join(map(str, tensor.shape))}] [{','.join(strides)}]"
 
 
@@ -185,7 +195,8 @@ _INDEX = re.compile(r"index out of bounds|out of range")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return native code's message in one line, without its stack. Kernels are named after the operators fused into them."""
+    """Return native code's message in one line, without its stack. Kernels are named after the operators fused into
+    them."""
     if isinstance(error, ExecutionError) and error.__cause__ is not None:
         return reason_of(error.__cause__)
     text = str(error)

@@ -24,8 +24,8 @@ def room(tensor: torch.Tensor) -> int:
 
 
 class HeldStorages:
-    """The storages of tensors that native code was bound to. They are kept alive so that their memory is not reused. Resizing a storage
-    still moves it and frees the old memory."""
+    """The storages of tensors that native code was bound to. They are kept alive so that their memory is not reused.
+    Resizing a storage still moves it and frees the old memory."""
 
     __slots__ = ("_addresses", "_sizes", "_storages")
 
@@ -64,34 +64,44 @@ class Ranges:
         return None
 
     def apart_from(self, addresses: Sequence[int], extents: Sequence[int]) -> bool:
-        """Return whether no tensor overlaps the memory of ``extents`` bytes at ``addresses``; it may be False for one of 0 bytes.
+        """Return whether no tensor overlaps the memory of ``extents`` bytes at ``addresses``; it may be False for one
+        of 0 bytes.
         The tensors must not :meth:`overlap` each other. There is no Python loop: it takes about 0.3 µs an address."""
         places = list(map(bisect_right, repeat(self._starts), addresses))
         begin_behind = all(map(le, map(self._ends_before.__getitem__, places), addresses))
         return begin_behind and all(map(le, map(add, addresses, extents), map(self._starts_after.__getitem__, places)))
 
     def reached_by(self, tensor: torch.Tensor) -> str:
-        """Return the name of a tensor that ``tensor`` overlaps, or "". The tensors must not :meth:`overlap` each other."""
+        """Return the name of a tensor that ``tensor`` overlaps, or "". The tensors must not :meth:`overlap` each
+        other."""
         start = tensor.data_ptr()
         i = bisect_right(self._starts, start)
         if i and start < self._ends[i - 1] and tensor.numel():
             return self.names[i - 1]
         # The storage ends after the tensor, and its size is cheaper to get.
-        if i < len(self._starts) and self._starts[i] - start < tensor.untyped_storage().nbytes() and self._starts[i] - start < extent(tensor):
+        if (
+            i < len(self._starts)
+            and self._starts[i] - start < tensor.untyped_storage().nbytes()
+            and self._starts[i] - start < extent(tensor)
+        ):
             return self.names[i]
         return ""
 
 
 def are_apart(addresses: Sequence[int], extents: Sequence[int]) -> bool:
-    """Return whether no two memory ranges overlap: with starts and ends sorted separately, each end must not exceed the next start.
+    """Return whether no two memory ranges overlap: with starts and ends sorted separately, each end must not exceed the
+    next start.
     It is as fast as :meth:`Ranges.apart_from`."""
     return all(map(le, sorted(map(add, addresses, extents)), islice(sorted(addresses), 1, None)))
 
 
 def spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return start and end of the storages of ``tensors``, without empty ones. A storage may be larger than its tensor."""
+    """Return start and end of the storages of ``tensors``, without empty ones. A storage may be larger than its
+    tensor."""
     storages = list(map(torch.Tensor.untyped_storage, tensors))
-    return [(start, start + size) for start, size in zip(map(_address, storages), map(len, storages), strict=True) if size]
+    return [
+        (start, start + size) for start, size in zip(map(_address, storages), map(len, storages), strict=True) if size
+    ]
 
 
 def meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

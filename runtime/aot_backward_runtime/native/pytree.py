@@ -1,7 +1,7 @@
 """Flatten nested arguments to tensors, and unflatten results, by a package's :class:`Tree`.
 
-This does not use torch's pytree: a package names types but must not import them, and arguments are compared with the exported ones leaf by leaf.
-"""
+This does not use torch's pytree: a package names types but must not import them, and arguments are compared with the
+exported ones leaf by leaf."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ def describe(tree: Tree) -> str:
         return "{" + ", ".join(f"{k!r}: {v}" for k, v in zip(tree.keys, inside, strict=True)) + "}"
     if tree.kind == "namedtuple":
         return f"{tree.type_name.rpartition('.')[2]}({', '.join(f'{k}={v}' for k, v in zip(tree.keys, inside, strict=True))})"
-    return f"[{', '.join(inside)}]" if tree.kind == "list" else f"({', '.join(inside)}{',' if len(inside) == 1 else ''})"
+    return (
+        f"[{', '.join(inside)}]" if tree.kind == "list" else f"({', '.join(inside)}{',' if len(inside) == 1 else ''})"
+    )
 
 
 def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None:
-    """Append the tensors of ``value`` to ``out``. Raise :class:`InputError` with the path if ``value`` has another structure."""
+    """Append the tensors of ``value`` to ``out``. Raise :class:`InputError` with the path if ``value`` has another
+    structure."""
     kind = tree.kind
     if kind == "tensor":
         if not isinstance(value, torch.Tensor):
@@ -44,8 +47,12 @@ def flatten(tree: Tree, value: Any, out: list[torch.Tensor], where: str) -> None
         out.append(value)
     elif kind == "constant":
         # repr distinguishes 0.0 from -0.0, and NaN equals NaN
-        if type(value) is not type(tree.value) or (repr(value) != repr(tree.value) if isinstance(value, (float, complex)) else value != tree.value):
-            raise InputError(f"{where} is {_short(value)}; the package was exported with {tree.value!r} there: export a variant for it")
+        if type(value) is not type(tree.value) or (
+            repr(value) != repr(tree.value) if isinstance(value, (float, complex)) else value != tree.value
+        ):
+            raise InputError(
+                f"{where} is {_short(value)}; the package was exported with {tree.value!r} there: export a variant for it"
+            )
     elif kind in ("tuple", "list"):
         if not isinstance(value, (tuple, list)) or len(value) != len(tree.children):
             raise InputError(f"{where} is {_short(value)}; expected {describe(tree)}")
@@ -90,7 +97,8 @@ _NAMEDTUPLES: dict[tuple[str, tuple[str | int, ...]], type] = {}
 
 
 def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
-    """Return the class given for ``tree.type_name``, else a namedtuple with that name and these fields, always the same one."""
+    """Return the class given for ``tree.type_name``, else a namedtuple with that name and these fields, always the same
+    one."""
     if tree.type_name in types:
         return types[tree.type_name]
     key = (tree.type_name, tree.keys)
@@ -99,7 +107,9 @@ def namedtuple_of(tree: Tree, types: Types) -> Callable[..., Any]:
     return _NAMEDTUPLES[key]
 
 
-def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(
+    tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return ``args`` and ``kwargs`` as exported: move keyword arguments to their positions, or the reverse."""
     positional, keywords = tree.children
     if len(args) == len(positional.children) and kwargs.keys() == set(keywords.keys):
@@ -110,7 +120,9 @@ def arguments(tree: Tree, names: Sequence[str], args: tuple[Any, ...], kwargs: d
         if name not in new_kwargs:
             break
         new_args.append(new_kwargs.pop(name))
-    for key, value in zip([k for k in keywords.keys if k not in new_kwargs], args[len(positional.children) :], strict=False):
+    for key, value in zip(
+        [k for k in keywords.keys if k not in new_kwargs], args[len(positional.children) :], strict=False
+    ):
         new_kwargs[str(key)] = value
     if (
         len(new_args) != len(positional.children)

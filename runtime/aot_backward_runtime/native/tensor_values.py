@@ -15,8 +15,8 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def misfit(value: Any, own: torch.Tensor, *, exactly: bool = False) -> str:
-    """Return why ``value`` cannot be copied into ``own``, as "is …; expected …", or "". ``exactly``: it must have the dtype of ``own``; else one
-    that PyTorch casts to it without changing the kind of number (``torch.can_cast``)."""
+    """Return why ``value`` cannot be copied into ``own``, as "is …; expected …", or "". ``exactly``: it must have the
+    dtype of ``own``; else one that PyTorch casts to it without changing the kind of number (``torch.can_cast``)."""
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}; expected a tensor"
     if problem := unplain(value):
@@ -43,9 +43,12 @@ def unplain(value: torch.Tensor) -> str:
 
 def unbacked(value: torch.Tensor) -> str:
     """Return why the memory of a plain ``value`` cannot be read, or ""."""
-    if torch_api.is_zerotensor(value) or (value.untyped_storage().nbytes() and value.numel() and not torch_api.has_memory(value)):
+    if torch_api.is_zerotensor(value) or (
+        value.untyped_storage().nbytes() and value.numel() and not torch_api.has_memory(value)
+    ):
         return (
-            f"of shape {tuple(value.shape)} has no memory: it stands for zeros (forward-mode differentiation) or for another tensor (functionalize)"
+            f"of shape {tuple(value.shape)} has no memory: it stands for zeros (forward-mode differentiation) or for "
+            "another tensor (functionalize)"
         )
     needed, held = extent(value), room(value)
     if held < needed:  # copy_ does not check this
@@ -53,8 +56,11 @@ def unbacked(value: torch.Tensor) -> str:
     return ""
 
 
-def unlike(own: Mapping[str, torch.Tensor], values: Mapping[str, Any], *, strict: bool = True, exactly: bool = False) -> str:
-    """Return the first reason why ``values`` cannot be copied into ``own``, or "". Not ``strict``: skip names that only one of them has."""
+def unlike(
+    own: Mapping[str, torch.Tensor], values: Mapping[str, Any], *, strict: bool = True, exactly: bool = False
+) -> str:
+    """Return the first reason why ``values`` cannot be copied into ``own``, or "". Not ``strict``: skip names that only
+    one of them has."""
     missing, unexpected = sorted(own.keys() - values.keys()), sorted(map(str, values.keys() - own.keys()))
     if strict and (missing or unexpected):
         return f"missing {_few(missing)}, unexpected {_few(unexpected)}"
@@ -68,7 +74,9 @@ def write(copies: Copies) -> None:
     """Copy in one C++ call, which no interrupt can split. The values must have been checked (:func:`misfit`)."""
     if copies:
         with torch.no_grad():
-            torch_api.foreach_copy_([own for own, _ in copies], [value.detach().reshape(own.shape) for own, value in copies])
+            torch_api.foreach_copy_(
+                [own for own, _ in copies], [value.detach().reshape(own.shape) for own, value in copies]
+            )
 
 
 def _few(names: list[str]) -> str:

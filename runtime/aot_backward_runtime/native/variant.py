@@ -15,11 +15,13 @@ from .library import Library
 from .plan import ROLES, Runnable
 from .pytree import arguments, flatten
 
-_MAX_TARGET_SETS = 256  # sets of gradient targets that are kept: bounds the memory of a script that freezes parameters at random; a guess
+# Sets of gradient targets that are kept: bounds the memory of a script that freezes parameters at random; a guess
+_MAX_TARGET_SETS = 256
 
 
 class Variant:
-    """A variant's contracts, the fast checks of the last accepted incoming gradients, and the plans with their libraries."""
+    """A variant's contracts, the fast checks of the last accepted incoming gradients, and the plans with their
+    libraries."""
 
     def __init__(self, spec: VariantSpec, libraries: Mapping[str, Library], device: torch.device):
         self.spec, self.device, self._kind = spec, device, device.type  # asking a device for its type costs 50 ns
@@ -39,12 +41,16 @@ class Variant:
         self._differentiated: dict[tuple[str, ...], Differentiated] = {}
         forward = self.plans.get("forward")
         outputs = [n for n, (kind, _) in enumerate(forward.outputs) if kind == "result"] if forward else []
-        self.incoming = [outputs.index(i) for i in spec.differentiable if i in outputs]  # places among autograd's incoming gradients
+        # Places among autograd's incoming gradients
+        self.incoming = [outputs.index(i) for i in spec.differentiable if i in outputs]
         self._fast: list[tuple[Fast, Mapping[str, int]]] = []
         positional, keywords = spec.in_tree.children
         plain = [c.index for c in positional.children if c.kind == "tensor"]
         self.flat_arguments = not keywords.children and plain == list(range(len(positional.children)))
-        self._names = [*spec.argument_names, *(f"args[{i}]" for i in range(len(spec.argument_names), len(positional.children)))]
+        self._names = [
+            *spec.argument_names,
+            *(f"args[{i}]" for i in range(len(spec.argument_names), len(positional.children))),
+        ]
 
     def differentiated(self, wrt: Sequence[str]) -> Differentiated:
         """Return the state for the gradient targets ``wrt``, named as in the manifest."""
@@ -55,23 +61,34 @@ class Variant:
             derivative = self._differentiated[tuple(wrt)] = Differentiated(self, wrt)
         return derivative
 
-    def share(self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()) -> None:
-        """Replace results that share memory with another one by views of it. ``detached``: outputs that autograd does not track."""
+    def share(
+        self, runnable: Runnable, results: list[torch.Tensor], sizes: Mapping[str, int], detached: Collection[int] = ()
+    ) -> None:
+        """Replace results that share memory with another one by views of it. ``detached``: outputs that autograd does
+        not track."""
         for shared in self.spec.shared:
             (kind, place), (base_kind, base) = runnable.outputs[shared.output], runnable.outputs[shared.base]
             if kind == base_kind == "result" and place != base:
                 spec, tensor = self.spec.outputs[shared.output], results[base]
                 if shared.output in detached:
                     tensor = tensor.detach()
-                shape, stride = ([evaluate(s, sizes) for s in expressions] for expressions in (spec.shape, shared.stride or spec.stride))
+                shape, stride = (
+                    [evaluate(s, sizes) for s in expressions]
+                    for expressions in (spec.shape, shared.stride or spec.stride)
+                )
                 with torch.enable_grad():  # a view made under no_grad cannot be written in place outside of it
                     try:
-                        results[place] = tensor.as_strided(shape, stride, tensor.storage_offset() + evaluate(shared.offset, sizes))
+                        results[place] = tensor.as_strided(
+                            shape, stride, tensor.storage_offset() + evaluate(shared.offset, sizes)
+                        )
                     except RuntimeError as error:
-                        raise PackageError(f"{spec.name} does not lie within {self.spec.outputs[shared.base].name}, as the package says") from error
+                        raise PackageError(
+                            f"{spec.name} does not lie within {self.spec.outputs[shared.base].name}, as the package says"
+                        ) from error
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the flat tensors of a call. Raise :class:`InputError` with the argument's name if its structure differs."""
+        """Return the flat tensors of a call. Raise :class:`InputError` with the argument's name if its structure
+        differs."""
         spec = self.spec
         args, kwargs = arguments(spec.in_tree, spec.argument_names, args, kwargs)
         out: list[torch.Tensor] = []
@@ -89,7 +106,9 @@ class Variant:
         if self.double is not None:
             self.double.index_state(index)
 
-    def materialized(self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
+    def materialized(
+        self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
         """Return the incoming gradients, with zeros for None."""
         if all(t is not None for t in grad_outputs):
             return grad_outputs  # type: ignore[return-value]
@@ -98,9 +117,11 @@ class Variant:
             for t, spec, dtype in zip(grad_outputs, self.cotangents.specs, self.cotangents.dtypes, strict=True)
         ]
 
-    def fit_cotangents(self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]) -> Sequence[torch.Tensor]:
-        """Return the incoming gradients with the compiled strides, with zeros for None. A gradient with other strides is copied
-        (``y.sum().backward()`` gives stride 0)."""
+    def fit_cotangents(
+        self, grad_outputs: Sequence[torch.Tensor | None], sizes: Mapping[str, int]
+    ) -> Sequence[torch.Tensor]:
+        """Return the incoming gradients with the compiled strides, with zeros for None. A gradient with other strides
+        is copied (``y.sum().backward()`` gives stride 0)."""
         for fast, known_sizes in self._fast:
             if known_sizes is sizes and fast.holds(grad_outputs):  # type: ignore[arg-type] # None fails the check
                 return grad_outputs  # type: ignore[return-value]
@@ -126,17 +147,24 @@ class Differentiated:
         for gradient in variant.spec.backward.gradients:
             if gradient.of in targets:
                 numbers.update(gradient.cotangents)
-        reaching = frozenset(variant.spec.differentiable[n] for n in numbers) if len(wrt) < len(variant.wrt) else frozenset(variant.differentiable)
+        reaching = (
+            frozenset(variant.spec.differentiable[n] for n in numbers)
+            if len(wrt) < len(variant.wrt)
+            else frozenset(variant.differentiable)
+        )
         outputs = self.forward.outputs
         self.detached = [n for n in range(len(outputs)) if n not in reaching]
         """The outputs that do not depend on ``wrt``; they do not require grad."""
         self.detached_results = [outputs[n][1] for n in self.detached if outputs[n][0] == "result"]
         self.places: list[int | None] = self._places(self.backward.gradients)
         """Indices of the gradients of ``wrt`` in the backward's results; None: eager gives None."""
-        # State that the backward reads, and tensors that share memory with saved ones, are kept only for autograd's version check.
+        # State that the backward reads, and tensors that share memory with saved ones, are kept only for autograd's
+        # version check.
         reads = [*self.backward.reads, *(self.double.plans["forward"].reads if self.double is not None else ())]
         lists = {"result": 0, "input": 1}
-        self.kept = [(lists.get(kind, 2), where) for kind, where in (*self.forward.saved, *self.forward.watched)] + [(2, i) for i in reads]
+        self.kept = [(lists.get(kind, 2), where) for kind, where in (*self.forward.saved, *self.forward.watched)] + [
+            (2, i) for i in reads
+        ]
         """Tensors saved for the backward: the list (0 results, 1 arguments, 2 state) and the index in it."""
 
     def reached(self, grad_outputs: Sequence[torch.Tensor | None]) -> list[int | None]:

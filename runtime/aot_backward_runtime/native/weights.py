@@ -1,9 +1,9 @@
 """The tensors of a package: verified, and read from its file or mapped without a copy.
 
-No other process can change tensors that were read. 500 MB take 0.4 s of processor time to read and 0.004 s to map. But mapped pages cost time when
-they are touched: 0.08 s to read them all, 0.4 s to write to them, as an optimizer does. So mapping pays if processes only read, and share the pages.
-If the mapped file is truncated, a signal ends the process. The mapping is private: a write copies the page it touches and never reaches the file.
-"""
+No other process can change tensors that were read. 500 MB take 0.4 s of processor time to read and 0.004 s to map. But
+mapped pages cost time when they are touched: 0.08 s to read them all, 0.4 s to write to them, as an optimizer does. So
+mapping pays if processes only read, and share the pages. If the mapped file is truncated, a signal ends the process.
+The mapping is private: a write copies the page it touches and never reaches the file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ _MOST_FILLED = 64  # times the stored weights: optimizer state and accumulated g
 HASHED_ALWAYS = 8 << 20  # bytes; 5 ms. Larger data is hashed once per file and user.
 
 
-def all_weights(archive: Archive, path: object, weights: Mapping[str, torch.Tensor] | None = None, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Return every weight of the package at ``path`` by key: from ``weights``, else as stored, else filled with the manifest's number.
+def all_weights(
+    archive: Archive, path: object, weights: Mapping[str, torch.Tensor] | None = None, mapped: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return every weight of the package at ``path`` by key: from ``weights``, else as stored, else filled with the
+    manifest's number.
     Weights that are not given are on the CPU.
 
     Raise :class:`WeightsError` with the key if a given weight does not fit or one is missing."""
@@ -35,7 +38,9 @@ def all_weights(archive: Archive, path: object, weights: Mapping[str, torch.Tens
     tensors = filled(archive) | load_weights(archive, mapped)
     if weights is not None:
         if not isinstance(weights, Mapping):
-            raise WeightsError(f"weights: expected tensors by key, got a {type(weights).__name__}. The keys of {path}: {_few(specs)}")
+            raise WeightsError(
+                f"weights: expected tensors by key, got a {type(weights).__name__}. The keys of {path}: {_few(specs)}"
+            )
         if unknown := sorted(map(str, weights.keys() - specs.keys())):
             raise WeightsError(f"{path} has no weight {unknown[0]!r}. The keys of its weights: {_few(specs)}")
         for key, tensor in weights.items():
@@ -43,12 +48,15 @@ def all_weights(archive: Archive, path: object, weights: Mapping[str, torch.Tens
         tensors |= weights
     missing = sorted(specs.keys() - tensors.keys())
     if missing:
-        raise WeightsError(f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}")
+        raise WeightsError(
+            f"{path} was written without weights: pass load(path, weights={{…}}) with {missing[:5]}{' …' if len(missing) > 5 else ''}"
+        )
     return tensors
 
 
 def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Return every weight by key, on the CPU, with the manifest's strides. Empty for a package without weights. ``mapped``: map, do not read.
+    """Return every weight by key, on the CPU, with the manifest's strides. Empty for a package without weights.
+    ``mapped``: map, do not read.
 
     Raise :class:`PackageError` with the tensor's name if the file and the manifest differ."""
     if not archive.manifest.has_weights:
@@ -71,10 +79,15 @@ def load_weights(archive: Archive, mapped: bool = False) -> dict[str, torch.Tens
 
 
 def _check_numbers(archive: Archive, tensors: dict[str, torch.Tensor]) -> None:
-    """Check that the manifest's hyperparameters of a training step equal those stored with its state, in the order that its code reads."""
+    """Check that the manifest's hyperparameters of a training step equal those stored with its state, in the order that
+    its code reads."""
     for name, entry in archive.manifest.entries.items():
         stored = tensors.get(next((s.weight for s in entry.state if s.name == "numbers"), ""))
-        if entry.step is not None and stored is not None and stored[2:].tolist() != [n.value for n in entry.step.numbers]:
+        if (
+            entry.step is not None
+            and stored is not None
+            and stored[2:].tolist() != [n.value for n in entry.step.numbers]
+        ):
             raise archive.corrupt(f"entry {name}: its numbers in the manifest differ from those stored with its state")
 
 
@@ -89,8 +102,11 @@ def filled(archive: Archive) -> dict[str, torch.Tensor]:
     for name, spec in filling.items():
         problem = layout_problem(spec.shape, spec.stride)
         if problem:
-            raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
-        flat = torch.zeros(_span(spec), dtype=dtype_of(spec.dtype), device="cpu")  # the system has not allocated these pages yet
+            raise archive.corrupt(
+                f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}"
+            )
+        # The system has not allocated these pages yet
+        flat = torch.zeros(_span(spec), dtype=dtype_of(spec.dtype), device="cpu")
         flat = flat.fill_(spec.fill) if spec.fill else flat
         out[name] = flat.as_strided(spec.shape, spec.stride)
     return out
@@ -110,7 +126,9 @@ def load_examples(archive: Archive) -> dict[str, torch.Tensor]:
     if EXAMPLES_MEMBER not in archive.members():
         return {}
     data, stored, start = _open(archive, EXAMPLES_MEMBER)
-    archive.check_digest(f"member {EXAMPLES_MEMBER}", hashlib.sha256(data).hexdigest(), archive.members()[EXAMPLES_MEMBER].sha256)
+    archive.check_digest(
+        f"member {EXAMPLES_MEMBER}", hashlib.sha256(data).hexdigest(), archive.members()[EXAMPLES_MEMBER].sha256
+    )
     return {name: _tensor(data, place, start, False) for name, place in stored.items()}
 
 
@@ -131,11 +149,13 @@ def _check(archive: Archive, name: str, spec: WeightSpec, stored: Stored) -> Non
 
 
 def _verify_each(archive: Archive, data: memoryview, stored: dict[str, Stored], start: int) -> None:
-    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted  # a required signature means that file times and sizes are not trusted
+    # A required signature means that file times and sizes are not trusted
+    can_skip = len(data) > HASHED_ALWAYS and not archive.admitted
     # One record per file, not per content, so that the folder does not grow with every package that replaces another.
     device, inode = archive.identity.split()[:2]
     record = f"{archive.identity} {archive.manifest_digest}"
-    if can_skip and remembered(f"{device}-{inode}", record) and archive.unchanged:  # else the bytes may be from before and after a change
+    # Else the bytes may be from before and after a change
+    if can_skip and remembered(f"{device}-{inode}", record) and archive.unchanged:
         return
     for name, place in stored.items():
         raw = data[start + place.begin : start + place.end]
@@ -161,7 +181,10 @@ def _with_strides(archive: Archive, name: str, tensor: torch.Tensor, spec: Weigh
     problem = layout_problem(spec.shape, spec.stride)
     if problem:
         raise archive.corrupt(f"weight {name!r}: strides {list(spec.stride)} for shape {list(spec.shape)}: {problem}")
-    if all(n <= 1 or actual == expected for n, actual, expected in zip(spec.shape, tensor.stride(), spec.stride, strict=True)):
+    if all(
+        n <= 1 or actual == expected
+        for n, actual, expected in zip(spec.shape, tensor.stride(), spec.stride, strict=True)
+    ):
         return tensor.as_strided(spec.shape, spec.stride)  # row-major, except for strides of dimensions of size 0 or 1
     out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype)
     for dim, stride in enumerate(spec.stride):
@@ -172,13 +195,16 @@ def _with_strides(archive: Archive, name: str, tensor: torch.Tensor, spec: Weigh
 
 
 def layout_problem(shape: tuple[int, ...], stride: tuple[int, ...]) -> str:
-    """Return why these strides are invalid for this shape, or "". Two elements may share memory only if a stride is 0."""
+    """Return why these strides are invalid for this shape, or "". Two elements may share memory only if a stride is
+    0."""
     if len(shape) != len(stride):
         return f"{len(stride)} strides for {len(shape)} dimensions"
     if any(s < 0 or s >= 1 << 60 for s in stride):
         return "a stride is out of range"
     elements, span = 1, 1
-    for n, s in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0), key=lambda pair: pair[1]):
+    for n, s in sorted(
+        ((n, s) for n, s in zip(shape, stride, strict=True) if n > 1 and s > 0), key=lambda pair: pair[1]
+    ):
         if s < span:
             return "elements overlap"
         span += (n - 1) * s

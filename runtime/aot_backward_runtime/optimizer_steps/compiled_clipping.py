@@ -1,4 +1,5 @@
-"""Replace a call of ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` by one native call that writes the script's own gradients."""
+"""Replace a call of ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` by one native call that writes the
+script's own gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NORM, VALUE = "clip_grad_norm_", "clip_grad_value_"
 Kind = tuple[str, str]
 """The function, and its ``norm_type`` as the package states it: ``("clip_grad_norm_", "2.0")``."""
 
-_MAX_VECTORS = 1_000  # vectors of numbers that are kept: bounds the memory of a script that changes the limit in each call; a guess
+# Vectors of numbers that are kept: bounds the memory of a script that changes the limit in each call; a guess
+_MAX_VECTORS = 1_000
 
 
 class CompiledClipping:
@@ -58,7 +60,10 @@ class BoundClipping:
         refuse_unsupported(gradients)
         _, _, untouched = code.contract.fit(gradients)
         if not untouched:
-            name = next((s.name for g, s in zip(gradients, specs, strict=True) if tuple(g.stride()) != tuple(s.stride)), "a gradient")
+            name = next(
+                (s.name for g, s in zip(gradients, specs, strict=True) if tuple(g.stride()) != tuple(s.stride)),
+                "a gradient",
+            )
             raise InputError(f"{name} has other strides than when it was recorded")
         self._fast, self._extents = Fast(gradients), list(map(extent, gradients))
         if not self._fast.holds(gradients) or any(g.is_inference() for g in gradients):
@@ -70,7 +75,8 @@ class BoundClipping:
         return len(gradients) == len(self._extents) and self._fast.holds(gradients)
 
     def run(self, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool) -> torch.Tensor:
-        """Clip ``gradients`` and return the library's result. ``keep_nonfinite``: leave them unchanged if their norm is Inf or NaN."""
+        """Clip ``gradients`` and return the library's result. ``keep_nonfinite``: leave them unchanged if their norm is
+        Inf or NaN."""
         refuse_unsupported(gradients)
         if not are_apart(list(map(torch.Tensor.data_ptr, gradients)), self._extents):
             names = [s.name for s in self.code.contract.specs]

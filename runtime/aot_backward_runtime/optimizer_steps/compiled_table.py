@@ -10,8 +10,10 @@ from ..errors import InputError
 Does = str | tuple[str, str]
 """An optimizer class by its full name, or a clipping function with its ``norm_type``."""
 
-_UNFIT = InputError, LookupError, TypeError, ValueError  # the last three: an option is missing or is not a number; eager reports it
-_MAX_WAIT = 64  # calls that skip the search after one did not fit: bounds the delay until code that fits again is used; a guess
+# The last three: an option is missing or is not a number; eager reports it
+_UNFIT = InputError, LookupError, TypeError, ValueError
+# Calls that skip the search after one did not fit: bounds the delay until code that fits again is used; a guess
+_MAX_WAIT = 64
 
 
 class Bound(Protocol):
@@ -28,7 +30,8 @@ class Bound(Protocol):
 
 
 class Met:
-    """The state of one caller: an optimizer, or the clippings of a number of gradients. ``does``: the call that it makes."""
+    """The state of one caller: an optimizer, or the clippings of a number of gradients. ``does``: the call that it
+    makes."""
 
     __slots__ = ("bound", "does", "next_wait", "reason", "waits")
 
@@ -40,8 +43,8 @@ class Met:
 
 
 class CompiledTable:
-    """Compiled code by its :data:`Does`. Each has a method ``bind(subject)`` that returns a :class:`Bound`. If nothing fits a caller, it is tried
-    again after 1, 2, 4, … 64 of its calls."""
+    """Compiled code by its :data:`Does`. Each has a method ``bind(subject)`` that returns a :class:`Bound`. If nothing
+    fits a caller, it is tried again after 1, 2, 4, … 64 of its calls."""
 
     def __init__(self, codes: Iterable[tuple[Does, Any]]):
         self._codes: dict[Does, list[Any]] = {}
@@ -52,7 +55,8 @@ class CompiledTable:
         return bool(self._codes)
 
     def run(self, met: Met, subject: Any, *numbers: Any) -> tuple[Any, Any]:
-        """Make the call by compiled code. Return the code and its result. Raise :class:`InputError`, with nothing changed, if no code fits."""
+        """Make the call by compiled code. Return the code and its result. Raise :class:`InputError`, with nothing
+        changed, if no code fits."""
         for bound in met.bound:
             if bound.serves(subject):
                 try:
@@ -68,7 +72,11 @@ class CompiledTable:
             bound = self._bind(met.does, subject)
             result = bound.run(subject, *numbers)
         except _UNFIT as error:
-            met.reason = str(error) if isinstance(error, InputError) else f"its options or state cannot be read: {type(error).__name__}: {error}"
+            met.reason = (
+                str(error)
+                if isinstance(error, InputError)
+                else f"its options or state cannot be read: {type(error).__name__}: {error}"
+            )
             met.waits, met.next_wait = met.next_wait, min(max(2 * met.next_wait, 1), _MAX_WAIT)
             raise InputError(met.reason) from error
         return self._ran(met, bound), result
@@ -88,9 +96,14 @@ class CompiledTable:
             except InputError as error:
                 reasons.append(error)
         reasons.sort(key=lambda error: isinstance(error, OtherCaller))  # the other errors are closer to a fit
-        label = f"step of {does.rpartition('.')[2]}" if isinstance(does, str) else f"{does[0]}{f' of norm_type {does[1]}' if does[1] else ''}"
+        label = (
+            f"step of {does.rpartition('.')[2]}"
+            if isinstance(does, str)
+            else f"{does[0]}{f' of norm_type {does[1]}' if does[1] else ''}"
+        )
         raise InputError(str(reasons[0]) if reasons else f"no {label} was recorded")
 
 
 class OtherCaller(InputError):
-    """Raised if the code is for another optimizer or other gradients: other parameter groups, options, or number of gradients."""
+    """Raised if the code is for another optimizer or other gradients: other parameter groups, options, or number of
+    gradients."""

@@ -1,8 +1,9 @@
 """Run an optimizer step as one native call on the script's own tensors.
 
-Eager makes the first step, which creates the state. Each later step is a call of compiled code that reads the gradients and writes parameters and
-state in place. Guards run before each call: they check the groups with their options and parameters, the presence of gradients, the tensors in the
-state, the metadata of all tensors, and whether they share memory.
+Eager makes the first step, which creates the state. Each later step is a call of compiled code that reads the gradients
+and writes parameters and state in place. Guards run before each call: they check the groups with their options and
+parameters, the presence of gradients, the tensors in the state, the metadata of all tensors, and whether they share
+memory.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class BoundUpdate:
             raise OtherCaller(f"it has {len(groups)} parameter groups; {len(code.groups)} were recorded")
         for n, (group, recorded) in enumerate(zip(groups, code.groups, strict=True)):
             recorded.check(n, group)
-        self._groups = [(recorded.values(group), list(group["params"])) for group, recorded in zip(groups, code.groups, strict=True)]
+        self._groups = [
+            (recorded.values(group), list(group["params"])) for group, recorded in zip(groups, code.groups, strict=True)
+        ]
         self._parameters = [self._groups[g][1][i] for g, i in code.trained]
         self._others = [self._groups[g][1][i] for g, i in code.untrained]
         self._bind(optimizer)
@@ -135,10 +138,14 @@ class BoundUpdate:
                 if keys:
                     raise InputError(NO_STATE)
                 if own and any(v is not None for v in own.values()):
-                    raise InputError(f"the optimizer has the state {next(k for k, v in own.items() if v is not None)!r}; none was recorded")
+                    raise InputError(
+                        f"the optimizer has the state {next(k for k, v in own.items() if v is not None)!r}; none was recorded"
+                    )
                 continue
             if len(own) != len(keys) and sum(v is not None for v in own.values()) != len(keys):
-                raise InputError(f"the optimizer's state of a parameter is {sorted(own) or 'empty'}; {sorted(keys)} was recorded")
+                raise InputError(
+                    f"the optimizer's state of a parameter is {sorted(own) or 'empty'}; {sorted(keys)} was recorded"
+                )
             for key in keys:
                 value = own.get(key)
                 if value is None:
@@ -148,19 +155,25 @@ class BoundUpdate:
 
     def _read_numbers(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
-        now = [groups[n.group][n.key] if n.position < 0 else groups[n.group][n.key][n.position] for n in self.code.spec.numbers]
+        now = [
+            groups[n.group][n.key] if n.position < 0 else groups[n.group][n.key][n.position]
+            for n in self.code.spec.numbers
+        ]
         values = [float(v) for v in now]
         if values == self._numbers:
             return
         for number, value in zip(self.code.spec.numbers, values, strict=True):
             if number.allowed and not any(inside(value, i) for i in number.allowed):
                 ways = " or ".join(map(interval_words, number.allowed))
-                raise InputError(f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {ways}")
+                raise InputError(
+                    f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {ways}"
+                )
         self._vector[FIRST_NUMBER:] = torch.tensor(values, dtype=torch.float64)
         self._numbers = values
 
     def _check_memory(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Raise :class:`InputError` if a gradient shares memory with a written tensor: none did when the code was compiled."""
+        """Raise :class:`InputError` if a gradient shares memory with a written tensor: none did when the code was
+        compiled."""
         if not self._ranges.apart_from(self._fast.addresses, self._extents):
             for gradient in gradients:
                 if name := self._ranges.reached_by(gradient):
@@ -168,8 +181,8 @@ class BoundUpdate:
 
 
 class _KnownState:
-    """A guard on an optimizer's state: the same parameters, keys and values. They are compared in the order of the dicts, which is cheaper than
-    looking each up."""
+    """A guard on an optimizer's state: the same parameters, keys and values. They are compared in the order of the
+    dicts, which is cheaper than looking each up."""
 
     __slots__ = ("_keys", "_parameters", "_values")
 
@@ -188,7 +201,8 @@ class _KnownState:
 
 
 class _FixedGroup:
-    """The fixed part of a parameter group: its number of parameters, and its options except for the numbers that the code reads."""
+    """The fixed part of a parameter group: its number of parameters, and its options except for the numbers that the
+    code reads."""
 
     def __init__(self, spec: UpdateSpec, number: int):
         group = spec.groups[number]
@@ -205,13 +219,17 @@ class _FixedGroup:
 
     def check(self, number: int, group: Mapping[str, Any]) -> None:
         if len(group["params"]) != self._count:
-            raise OtherCaller(f"param_groups[{number}] has {len(group['params'])} parameters; {self._count} were recorded")
+            raise OtherCaller(
+                f"param_groups[{number}] has {len(group['params'])} parameters; {self._count} were recorded"
+            )
         for key, value in self._options.items():
             if key not in group or plain(group[key]) != value:
                 raise OtherCaller(f"param_groups[{number}][{key!r}] is {group.get(key)!r:.60}; {value!r} was recorded")
         for (key, i), value in self._elements.items():
             if plain(group[key][i]) != value:
-                raise OtherCaller(f"param_groups[{number}][{key!r}][{i}] is {group[key][i]!r:.60}; {value!r} was recorded")
+                raise OtherCaller(
+                    f"param_groups[{number}][{key!r}][{i}] is {group[key][i]!r:.60}; {value!r} was recorded"
+                )
 
 
 def _check(inputs: Sequence[torch.Tensor], spec: LibrarySpec) -> None:

@@ -1,10 +1,11 @@
 """Intercept calls of ``step()`` of PyTorch's optimizers, and of gradient clipping.
 
-While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` calls it. PyTorch's wrapper of a step (optimizer hooks and
-``record_function``) is kept only if there are hooks or a profiler is active. ``zero_grad()`` also skips ``record_function`` when no profiler is
-active, because it costs as much as a small fused step. A method that a script stored before, or that outlives the context (learning-rate
-schedulers keep one), runs in eager. ``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` are intercepted however a script imported
-them: both call a function in a closure cell, and it is replaced there.
+While an interceptor is entered, ``step`` of every optimizer class of ``torch.optim`` calls it. PyTorch's wrapper of a
+step (optimizer hooks and ``record_function``) is kept only if there are hooks or a profiler is active. ``zero_grad()``
+also skips ``record_function`` when no profiler is active, because it costs as much as a small fused step. A method that
+a script stored before, or that outlives the context (learning-rate schedulers keep one), runs in eager.
+``clip_grad_norm_`` and ``clip_grad_value_`` of ``torch.nn.utils`` are intercepted however a script imported them: both
+call a function in a closure cell, and it is replaced there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Interceptor(Protocol):
     def optimizer_step(self, optimizer: torch.optim.Optimizer, eager: Eager, closure: Callable[[], Any] | None) -> Any:
         """Make the step and return eager's result."""
 
-    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
-        """Clip ``gradients`` and return the result of ``eager()``, PyTorch's own call. ``limit``: ``max_norm`` or ``clip_value``;
-        ``keep_nonfinite``: ``error_if_nonfinite``."""
+    def clip_gradients(
+        self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]
+    ) -> Any:
+        """Clip ``gradients`` and return the result of ``eager()``, PyTorch's own call. ``limit``: ``max_norm`` or
+        ``clip_value``; ``keep_nonfinite``: ``error_if_nonfinite``."""
 
 
 _stack: list[Interceptor] = []
@@ -38,8 +41,13 @@ _replaced: dict[tuple[type, str], Any] = {}  # methods of classes, by name
 _clippings: list[tuple[Any, Any]] = []  # closure cells and their original functions
 
 _NOT_SERVED = torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam
-SERVED = tuple(k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer) and k not in _NOT_SERVED)
-"""The classes with intercepted steps. LBFGS evaluates the loss several times in a step; SparseAdam only takes sparse gradients."""
+SERVED = tuple(
+    k
+    for k in vars(torch.optim).values()
+    if isinstance(k, type) and issubclass(k, torch.optim.Optimizer) and k not in _NOT_SERVED
+)
+"""The classes with intercepted steps. LBFGS evaluates the loss several times in a step; SparseAdam only takes sparse
+gradients."""
 
 
 def enter(interceptor: Interceptor) -> None:
@@ -51,7 +59,10 @@ def enter(interceptor: Interceptor) -> None:
             _replaced[torch.optim.Optimizer, "zero_grad"] = vars(torch.optim.Optimizer)["zero_grad"]
             for (kind, name), method in _replaced.items():
                 type.__setattr__(kind, name, _intercepted(method) if name == "step" else _unprofiled(method))
-            for function, wrap in ((torch.nn.utils.clip_grad_norm_, _clip_grad_norm), (torch.nn.utils.clip_grad_value_, _clip_grad_value)):
+            for function, wrap in (
+                (torch.nn.utils.clip_grad_norm_, _clip_grad_norm),
+                (torch.nn.utils.clip_grad_value_, _clip_grad_value),
+            ):
                 if (cell := torch_api.wrapped_cell(function)) is not None:
                     _clippings.append((cell, cell.cell_contents))
                     cell.cell_contents = wrap(cell.cell_contents)
@@ -71,7 +82,8 @@ def leave(interceptor: Interceptor) -> None:
 
 
 def _intercepted(step: Any) -> Any:
-    """Return ``step``, a function of a class with or without hooks, as one that calls the interceptor between the hooks."""
+    """Return ``step``, a function of a class with or without hooks, as one that calls the interceptor between the
+    hooks."""
     eager = _without_hooks(step)
 
     @functools.wraps(eager)
@@ -85,7 +97,11 @@ def _intercepted(step: Any) -> Any:
 
     @functools.wraps(eager)
     def called(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        return observed(self, closure) if torch_api.is_profiled() or torch_api.has_step_hooks(self) else asked(self, closure)
+        return (
+            observed(self, closure)
+            if torch_api.is_profiled() or torch_api.has_step_hooks(self)
+            else asked(self, closure)
+        )
 
     hooked: Any = called
     hooked.hooked = True
@@ -98,7 +114,8 @@ def step_of(optimizer: torch.optim.Optimizer) -> Eager:
 
 
 def _with_hooks(step: Any) -> Any:
-    """Return ``step`` with hooks, as PyTorch wraps it when the first optimizer of a class is made (possibly within the context)."""
+    """Return ``step`` with hooks, as PyTorch wraps it when the first optimizer of a class is made (possibly within the
+    context)."""
     if getattr(step, "hooked", False):
         return step
     hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
@@ -111,7 +128,8 @@ def _without_hooks(step: Any) -> Any:
 
 
 def _unprofiled(zero_grad: Any) -> Any:
-    """Return ``zero_grad`` of :class:`torch.optim.Optimizer`, without ``record_function`` when no profiler is active."""
+    """Return ``zero_grad`` of :class:`torch.optim.Optimizer`, without ``record_function`` when no profiler is
+    active."""
 
     @functools.wraps(zero_grad)
     def called(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -128,7 +146,13 @@ def _unprofiled(zero_grad: Any) -> Any:
 
 def _clip_grad_norm(eager: Any) -> Any:
     @functools.wraps(eager)
-    def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Any:
+    def clip_grad_norm_(
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
         def again(parameters: Any) -> Any:
             return eager(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
@@ -145,7 +169,9 @@ def _clip_grad_value(eager: Any) -> Any:
     return clip_grad_value_
 
 
-def _clipped(eager: Callable[[Any], Any], parameters: Any, function: str, limit: Any, norm_type: Any, keep_nonfinite: bool) -> Any:
+def _clipped(
+    eager: Callable[[Any], Any], parameters: Any, function: str, limit: Any, norm_type: Any, keep_nonfinite: bool
+) -> Any:
     innermost = _stack[-1:]
     if not innermost or torch.compiler.is_compiling():
         return eager(parameters)

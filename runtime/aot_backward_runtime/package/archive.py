@@ -1,5 +1,5 @@
-"""Open a package and return its parts, each checked against the manifest first. Nothing is unpickled, compiled or executed here.
-``docs/format.md``, section 8, lists the checks in their order."""
+"""Open a package and return its parts, each checked against the manifest first. Nothing is unpickled, compiled or
+executed here. ``docs/format.md``, section 8, lists the checks in their order."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ Admit = Callable[[Path, str], None]
 class Archive:
     """An open package. Its descriptor is closed with the object; memory from :meth:`member_memory` stays valid.
 
-    With ``admit`` (a signature check), only the bytes that were hashed are returned, even if the file is written to meanwhile: the manifest
-    is compared with the admitted bytes, every member with the manifest, and members are used from private copies."""
+    With ``admit`` (a signature check), only the bytes that were hashed are returned, even if the file is written to
+    meanwhile: the manifest is compared with the admitted bytes, every member with the manifest, and members are used
+    from private copies."""
 
     def __init__(self, path: Path, fd: int, admit: Admit | None = None) -> None:
         self.path = path
@@ -60,25 +61,34 @@ class Archive:
 
     @property
     def identity(self) -> str:
-        """A key that changes whenever the file is replaced or written to, as far as its metadata show. It includes the time of the last
-        status change, because nobody can set that back, unlike the time of the last write."""
+        """A key that changes whenever the file is replaced or written to, as far as its metadata show. It includes the
+        time of the last status change, because nobody can set that back, unlike the time of the last write."""
         s = self._status
         return f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns}"
 
     @property
     def settled(self) -> bool:
-        """True if the last write is old enough that another one would change :attr:`identity`: time stamps advance in steps, of up to
+        """True if the last write is old enough that another one would change :attr:`identity`: time stamps advance in
+        steps, of up to
         10 ms on local file systems and of seconds on some others. False if the file has changed since it was opened."""
-        return self.unchanged and max(self._status.st_mtime_ns, self._status.st_ctime_ns) < time.time_ns() - 2_000_000_000
+        return (
+            self.unchanged and max(self._status.st_mtime_ns, self._status.st_ctime_ns) < time.time_ns() - 2_000_000_000
+        )
 
     @property
     def unchanged(self) -> bool:
         """True if the file has not been written to since it was opened, as far as its metadata show."""
         now = os.fstat(self._fd)
-        return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (self._status.st_size, self._status.st_mtime_ns, self._status.st_ctime_ns)
+        return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
+            self._status.st_size,
+            self._status.st_mtime_ns,
+            self._status.st_ctime_ns,
+        )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise AotBackwardError(f"an open package ({self.path}) can be neither copied nor pickled: load it again in the other process")
+        raise AotBackwardError(
+            f"an open package ({self.path}) can be neither copied nor pickled: load it again in the other process"
+        )
 
     def choose(self, number: int) -> None:
         """Restrict the package to its target ``number`` (:mod:`.targets`)."""
@@ -95,8 +105,9 @@ class Archive:
     def member_memory(self, name: str, mapped: bool = False) -> memoryview:
         """Return the content of a member in writable memory, **not verified**.
 
-        It is a copy, so nobody else can change it after it is verified. ``mapped``: return a private map of the file instead. Its pages are read
-        when they are touched and copied when they are written. For an admitted package it is always a copy."""
+        It is a copy, so nobody else can change it after it is verified. ``mapped``: return a private map of the file
+        instead. Its pages are read when they are touched and copied when they are written. For an admitted package it
+        is always a copy."""
         place = self._place(name)
         if self.admitted or not mapped:
             return self._copied(place)
@@ -118,7 +129,8 @@ class Archive:
                 pass
 
     def library(self, name: str) -> Path:
-        """Extract the shared library ``name`` with its JSON files, check its digest and headers, and return its path."""
+        """Extract the shared library ``name`` with its JSON files, check its digest and headers, and return its
+        path."""
         spec = self.manifest.libraries[name]
         members = {PurePosixPath(m).name: m for m in (spec.member, spec.metadata, spec.extern) if m}
 
@@ -153,7 +165,8 @@ class Archive:
             raise self.corrupt("it was written to while it was read; load it again")
 
     def _digests(self, part: Place) -> tuple[str, str]:
-        """Return the SHA-256 of the whole file and of a part of it. Both hash the same bytes, even if the file is written to meanwhile."""
+        """Return the SHA-256 of the whole file and of a part of it. Both hash the same bytes, even if the file is
+        written to meanwhile."""
         file_hash, part_hash = hashlib.sha256(), hashlib.sha256()
         for offset in range(0, self._status.st_size, _CHUNK):
             chunk = read_at(self._fd, offset, min(_CHUNK, self._status.st_size - offset), self.path)
@@ -163,9 +176,12 @@ class Archive:
 
     def _copied(self, place: Place) -> memoryview:
         try:
-            copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # MAP_SHARED would share it with forked children
+            # MAP_SHARED would share it with forked children
+            copy = mmap.mmap(-1, max(1, place.size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise PackageError(f"cannot allocate {place.size} bytes of memory for package {self.path}: {error.strerror}") from error
+            raise PackageError(
+                f"cannot allocate {place.size} bytes of memory for package {self.path}: {error.strerror}"
+            ) from error
         memory = memoryview(copy)[: place.size]
         read_into(self._fd, place.offset, memory, self.path)
         return memory
@@ -209,12 +225,15 @@ class Archive:
 def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) -> Archive:
     """Open a package and check its structure and manifest. Digests of members are checked when they are read.
 
-    ``admit``: must accept its bytes before its manifest is parsed (:func:`aot_backward_runtime.package.signature_policy.admission`).
+    ``admit``: must accept its bytes before its manifest is parsed
+    (:func:`aot_backward_runtime.package.signature_policy.admission`).
     Raise :class:`PackageError` with the path and the member."""
     path = Path(path)
     try:
         # Without O_NONBLOCK, opening a named pipe waits for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise PackageError(f"cannot open package {path}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise PackageError(
+            f"cannot open package {path}: {error.strerror if isinstance(error, OSError) else error}"
+        ) from error
     return Archive(path, fd, admit)

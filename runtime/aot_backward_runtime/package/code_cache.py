@@ -1,9 +1,10 @@
 """The folder for extracted native code: private, addressed by content, shared by the processes of one user.
 
-The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (if that is unusable) a temporary folder of this
-process. It may be deleted at any time. Its files are hashed before each use. Between that and ``dlopen`` only this user can change them: every
-level of the folder is owned by this user and writable only by this user. Nobody else can replace the folder: every folder above belongs to
-this user or to root, and is writable only by its owner, or sticky like /tmp.
+The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (if that is unusable) a temporary folder of
+this
+process. It may be deleted at any time. Its files are hashed before each use. Between that and ``dlopen`` only this user
+can change them: every level of the folder is owned by this user and writable only by this user. Nobody else can replace
+the folder: every folder above belongs to this user or to root, and is writable only by its owner, or sticky like /tmp.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def _write(folder: Path, name: str, copy: Callable[[BinaryIO], None]) -> None:
-    """Write a temporary file, then rename it, so that other processes see the old file or the whole new one. It is not synced: a file
-    damaged by a crash of the machine does not match its digest and is written again."""
+    """Write a temporary file, then rename it, so that other processes see the old file or the whole new one. It is not
+    synced: a file damaged by a crash of the machine does not match its digest and is written again."""
     try:
         fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
         try:
@@ -120,7 +121,8 @@ def _make_way(place: Path) -> None:
     """Remove a folder at the path of a file: a rename cannot replace it."""
     if place.is_dir() and not place.is_symlink():
         aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-        with contextlib.suppress(OSError):  # another process was faster; if the folder is still there, the caller's rename fails
+        # Another process was faster; if the folder is still there, the caller's rename fails
+        with contextlib.suppress(OSError):
             place.rename(aside / place.name)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -141,7 +143,8 @@ def _cache() -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """Return ``path``, created with mode 0700 if missing. Raise :class:`CacheError` unless it is private and allows execution."""
+    """Return ``path``, created with mode 0700 if missing. Raise :class:`CacheError` unless it is private and allows
+    execution."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -169,17 +172,25 @@ def _beyond_reach(path: Path) -> Path:
         raise _unusable(path, error.strerror or str(error)) from error
     for parent, status in above:
         if status.st_uid not in _trusted(os.geteuid()):
-            raise _unusable(path, f"{parent}, above it, belongs to user {status.st_uid}, who can put another folder in its place")
-        writable = bool(status.st_mode & stat.S_IWOTH) or (bool(status.st_mode & stat.S_IWGRP) and not _only_ours(status.st_gid))
+            raise _unusable(
+                path, f"{parent}, above it, belongs to user {status.st_uid}, who can put another folder in its place"
+            )
+        writable = bool(status.st_mode & stat.S_IWOTH) or (
+            bool(status.st_mode & stat.S_IWGRP) and not _only_ours(status.st_gid)
+        )
         if writable and not status.st_mode & stat.S_ISVTX:
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
-            raise _unusable(path, f"others can write to {parent}, above it, and put another folder in its place (mode {mode}; chmod go-w, or +t)")
+            raise _unusable(
+                path,
+                f"others can write to {parent}, above it, and put another folder in its place (mode {mode}; chmod go-w, or +t)",
+            )
     return path
 
 
 @functools.cache
 def _trusted(own: int) -> frozenset[int]:
-    """Return root, user ``own``, and the overflow user: in a user namespace (a rootless container) it stands for outside users, root among them."""
+    """Return root, user ``own``, and the overflow user: in a user namespace (a rootless container) it stands for
+    outside users, root among them."""
     users = {0, own}
     with contextlib.suppress(OSError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
@@ -188,7 +199,8 @@ def _trusted(own: int) -> frozenset[int]:
 
 
 def _only_ours(group: int) -> bool:
-    """Return whether ``group`` is this user's private group. Many systems create one per user and make the user's folders group-writable."""
+    """Return whether ``group`` is this user's private group. Many systems create one per user and make the user's
+    folders group-writable."""
     try:
         user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
@@ -208,8 +220,8 @@ def _unusable(path: Path, problem: str) -> CacheError:
 
 
 def _private_temporary() -> Path:
-    """Return a folder that is removed when the process that created it exits. A forked child uses its parent's folder while it exists and
-    never removes it; libraries that the child has loaded stay mapped without the files."""
+    """Return a folder that is removed when the process that created it exits. A forked child uses its parent's folder
+    while it exists and never removes it; libraries that the child has loaded stay mapped without the files."""
     global _temporary
     if _temporary is None or not _temporary[1].is_dir():
         try:

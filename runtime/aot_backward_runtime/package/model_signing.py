@@ -1,7 +1,9 @@
-"""Signatures by the OpenSSF model-signing library and its cryptography. Only :func:`.signature_policy.signing_library` imports this module.
+"""Signatures by the OpenSSF model-signing library and its cryptography. Only :func:`.signature_policy.signing_library`
+imports this module.
 
-A signature has the library's format: a Sigstore bundle (JSON) around an in-toto statement that names one resource, ``.``, with the SHA-256 of
-the package's bytes. The library's command line can also check and make them. The folder and name of the package are not compared.
+A signature has the library's format: a Sigstore bundle (JSON) around an in-toto statement that names one resource,
+``.``, with the SHA-256 of the package's bytes. The library's command line can also check and make them. The folder and
+name of the package are not compared.
 Errors are ValueErrors with messages that continue the name of the faulty file.
 """
 
@@ -48,9 +50,13 @@ class PrivateKey:
 
 def public_key(data: bytes) -> PublicKey:
     if b"PRIVATE KEY" in data:
-        raise ValueError("it is a private key; write its public key with: openssl pkey -in private.pem -pubout -out public.pem")
+        raise ValueError(
+            "it is a private key; write its public key with: openssl pkey -in private.pem -pubout -out public.pem"
+        )
     if b"BEGIN CERTIFICATE" in data:
-        raise ValueError("it is a certificate; print its public key with: openssl x509 -in certificate.pem -pubkey -noout")
+        raise ValueError(
+            "it is a certificate; print its public key with: openssl x509 -in certificate.pem -pubkey -noout"
+        )
     if (count := data.count(b"-----BEGIN ")) > 1:
         raise ValueError(f"it has {count} keys, and only the first would be trusted; expected one")
     try:
@@ -66,7 +72,11 @@ def private_key(data: bytes, password: bytes | None) -> PrivateKey:
     try:
         key = serialization.load_pem_private_key(data, password)
     except TypeError as error:  # a password is missing or superfluous
-        message = "it is not encrypted, but a password was given" if password is not None else "it is encrypted, and no password was given"
+        message = (
+            "it is not encrypted, but a password was given"
+            if password is not None
+            else "it is encrypted, and no password was given"
+        )
         raise ValueError(message) from error
     except (ValueError, UnsupportedAlgorithm) as error:
         if password is not None and b"PRIVATE KEY" in data:
@@ -90,19 +100,30 @@ def check(signature: bytes, digest: str, key: PublicKey) -> None:
     """Raise ValueError unless ``signature`` is of bytes with that SHA-256 and by that key."""
     signer = _signer(signature)
     if signer != key.fingerprint:
-        raise ValueError(f"is by another key: its fingerprint is {signer}, expected {key.fingerprint}; load with the public key of the signer")
+        raise ValueError(
+            f"is by another key: its fingerprint is {signer}, expected {key.fingerprint}; load with the public key of the signer"
+        )
     config = _KnownDigest(digest, "package")
     with _handed(key.pem) as public, _handed(signature) as file:
         try:
-            verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(config).verify("package", file)
-        except Exception as error:  # any error of the library's parsers on a damaged file must refuse the package, with a reason
+            verifying.Config().use_elliptic_key_verifier(public_key=public).set_hashing_config(config).verify(
+                "package", file
+            )
+        # Any error of the library's parsers on a damaged file must refuse the package, with a reason
+        except Exception as error:
             if config.manifest.signed is not None:
                 raise ValueError(_other(config.manifest.signed, digest)) from error
             if isinstance(error, InvalidSignature):
-                raise ValueError("is bad: it was changed after it was made, or is not by the key that it names; sign the package again") from error
-            raise ValueError(f"cannot be parsed ({type(error).__name__}): it is damaged; sign the package again") from error
+                raise ValueError(
+                    "is bad: it was changed after it was made, or is not by the key that it names; sign the package again"
+                ) from error
+            raise ValueError(
+                f"cannot be parsed ({type(error).__name__}): it is damaged; sign the package again"
+            ) from error
     if config.manifest.signed is None:
-        raise ValueError("was not compared with the package: this version of the model-signing library is not supported")
+        raise ValueError(
+            "was not compared with the package: this version of the model-signing library is not supported"
+        )
 
 
 class _Compared(Manifest):
@@ -122,7 +143,9 @@ class _KnownDigest(hashing.Config):
 
     def __init__(self, digest: str, name: str):
         super().__init__()
-        serialization_type = SerializationType.from_args({"method": "files", "hash_type": "sha256", "allow_symlinks": False})
+        serialization_type = SerializationType.from_args(
+            {"method": "files", "hash_type": "sha256", "allow_symlinks": False}
+        )
         item = FileManifestItem(path=PurePosixPath("."), digest=Digest("sha256", bytes.fromhex(digest)))
         self.manifest = _Compared(name, [item], serialization_type)
 
@@ -142,20 +165,30 @@ def _other(signed: Manifest, digest: str) -> str:
 
 
 def _signer(signature: bytes) -> str:
-    """Return the fingerprint of the key that a signature names. It is not trusted: it only tells that other keys need not be tried."""
+    """Return the fingerprint of the key that a signature names. It is not trusted: it only tells that other keys need
+    not be tried."""
     try:
         fingerprint = json.loads(signature)["verificationMaterial"]["publicKey"]["hint"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        problem = "is empty" if not signature else "is not a signature by a key (a Sigstore bundle in JSON), or is damaged"
+        problem = (
+            "is empty" if not signature else "is not a signature by a key (a Sigstore bundle in JSON), or is damaged"
+        )
         raise ValueError(f"{problem}; sign the package again: aot-backward sign") from error
-    if not isinstance(fingerprint, str) or len(fingerprint) != 64 or not fingerprint.isascii() or not fingerprint.isalnum():
+    if (
+        not isinstance(fingerprint, str)
+        or len(fingerprint) != 64
+        or not fingerprint.isascii()
+        or not fingerprint.isalnum()
+    ):
         raise ValueError("does not name its key; sign the package again: aot-backward sign")
     return fingerprint
 
 
 def _public(key: object) -> PublicKey:
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ValueError(f"it is of kind {type(key).__name__.removesuffix('PublicKey').lstrip('_')}; expected {_KINDS}: {_MAKE}")
+        raise ValueError(
+            f"it is of kind {type(key).__name__.removesuffix('PublicKey').lstrip('_')}; expected {_KINDS}: {_MAKE}"
+        )
     if key.curve.name not in CURVES:
         raise ValueError(f"it is on the curve {key.curve.name}; expected {_KINDS}: {_MAKE}")
     pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
@@ -164,7 +197,8 @@ def _public(key: object) -> PublicKey:
 
 @contextlib.contextmanager
 def _handed(data: bytes) -> Iterator[Path]:
-    """Yield a path at which the library reads exactly ``data``: the library takes paths, and files may change between two reads.
+    """Yield a path at which the library reads exactly ``data``: the library takes paths, and files may change between
+    two reads.
     Nothing is written to disk, which matters for private keys."""
     with os.fdopen(os.memfd_create("aot-backward"), "w+b") as file:
         file.write(data)

@@ -1,8 +1,8 @@
 """Check that every name, number and symbol by which one part of a manifest refers to another exists.
 
-The manifest's SHA-256 proves that it is unchanged (``format/manifest_json.py``), and its writer asserted that it is consistent
-(``aot_backward/packaging/consistency.py``). These checks turn a dangling reference into an error, for example in a damaged package of a format
-before 1.15. ``docs/format.md``, section 8, lists them.
+The manifest's SHA-256 proves that it is unchanged (``format/manifest_json.py``), and its writer asserted that it is
+consistent (``aot_backward/packaging/consistency.py``). These checks turn a dangling reference into an error, for
+example in a damaged package of a format before 1.15. ``docs/format.md``, section 8, lists them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,14 @@ def check_references(manifest: Manifest) -> None:
     """Raise :class:`PackageError` with the part and the reference if a reference does not exist."""
     for target in targets_of(manifest):
         if target.device not in DEVICES:
-            raise PackageError(f"target {target.label!r}: device {target.device[:40]!r} is unknown, expected {' or '.join(DEVICES)}")
+            raise PackageError(
+                f"target {target.label!r}: device {target.device[:40]!r} is unknown, expected {' or '.join(DEVICES)}"
+            )
     for name, weight in manifest.weights.items():
         if weight.dtype not in DTYPES or len(weight.shape) != len(weight.stride) or min(weight.shape, default=0) < 0:
-            raise PackageError(f"weight {name!r}: not a tensor: {weight.dtype[:40]} {str(weight.shape)[:80]} with strides {str(weight.stride)[:80]}")
+            raise PackageError(
+                f"weight {name!r}: not a tensor: {weight.dtype[:40]} {str(weight.shape)[:80]} with strides {str(weight.stride)[:80]}"
+            )
         if math.prod(max(n, 1) for n in weight.shape) >= _MOST_ELEMENTS:
             raise PackageError(f"weight {name!r}: the shape {str(weight.shape)[:80]} is too large for a tensor")
         if weight.fill is not None and not can_hold(weight.dtype, weight.fill):
@@ -125,9 +129,15 @@ def _check_sizes(label: str, sizes: Iterable[Size], symbols: Set[str]) -> None:
             raise PackageError(f"{label}: the expression {size[:80]!r} needs the unknown symbol {min(unknown)!r}")
 
 
-def _symbols(symbols: Sequence[SymbolSpec], inputs: Sequence[TensorSpec], sizes: Sequence[Size] | None = None) -> set[str]:
+def _symbols(
+    symbols: Sequence[SymbolSpec], inputs: Sequence[TensorSpec], sizes: Sequence[Size] | None = None
+) -> set[str]:
     for symbol in symbols:
-        places = sizes if symbol.input == -1 and sizes is not None else _find(f"symbol {symbol.name}", symbol.input, inputs).shape
+        places = (
+            sizes
+            if symbol.input == -1 and sizes is not None
+            else _find(f"symbol {symbol.name}", symbol.input, inputs).shape
+        )
         if not 0 <= symbol.dim < len(places) or symbol.scale < 1:
             raise PackageError(
                 f"symbol {symbol.name}: expected a scale of at least 1 and one of {len(places)} sizes, got the scale {symbol.scale} and "
@@ -172,7 +182,9 @@ class _Entry:
         if len(self._state) != len(spec.state):
             raise PackageError("two of its states have the same name")
         if (spec.kind == "step") != (spec.step is not None) or (spec.kind == "replay") == bool(spec.variants):
-            raise PackageError(f"an entry of kind {spec.kind!r} has {len(spec.variants)} variants and {'a' if spec.step else 'no'} training step")
+            raise PackageError(
+                f"an entry of kind {spec.kind!r} has {len(spec.variants)} variants and {'a' if spec.step else 'no'} training step"
+            )
         if spec.step is not None:
             self._check_step(spec.step)
         for number, variant in enumerate(spec.variants):
@@ -182,7 +194,11 @@ class _Entry:
             _count("names", spec.names, spec.wrt, "its gradients")
             for variant in spec.variants:
                 for target in spec.wrt:
-                    _find(f"the gradient of {target}", target, {g.of: g for g in variant.gradient.gradients} if variant.gradient else {})
+                    _find(
+                        f"the gradient of {target}",
+                        target,
+                        {g.of: g for g in variant.gradient.gradients} if variant.gradient else {},
+                    )
         for structure in spec.structures:
             with _within(f"structure {structure.fingerprint[:12]}"):
                 self._check_structure(structure)
@@ -211,22 +227,47 @@ class _Entry:
         for number in variant.differentiable:
             _find("an incoming gradient", number, variant.outputs)
         for shared in variant.shared:
-            output, _ = (_find("an output in shared memory", number, variant.outputs) for number in (shared.output, shared.base))
+            output, _ = (
+                _find("an output in shared memory", number, variant.outputs) for number in (shared.output, shared.base)
+            )
             if shared.stride:
                 _count("strides", shared.stride, output.shape, f"the dimensions of {output.name}")
             _check_sizes(output.name, (shared.offset, *shared.stride), symbols)
-        plans = {role: plan for roles in ROLES.values() for role in roles if (plan := getattr(variant, role)) is not None}
+        plans = {
+            role: plan for roles in ROLES.values() for role in roles if (plan := getattr(variant, role)) is not None
+        }
         for role, plan in plans.items():
             with _within(role):
                 self._check_plan(variant, role, plan, symbols)
         waits = self.spec.step is not None and self.spec.step.update is not None
-        needed = {"forward"} if "backward" in plans else {"gradient"} if self.spec.kind == "grad" else {"step"} if self.spec.step else set()
-        if not plans or not plans.keys() >= needed | ({"accumulate"} if waits else set()) or not plans.keys() <= set(ROLES[self.spec.kind]):
-            raise PackageError(f"a variant of kind {self.spec.kind!r} cannot be called with the plans {', '.join(plans) or 'none'}")
+        needed = (
+            {"forward"}
+            if "backward" in plans
+            else {"gradient"}
+            if self.spec.kind == "grad"
+            else {"step"}
+            if self.spec.step
+            else set()
+        )
+        if (
+            not plans
+            or not plans.keys() >= needed | ({"accumulate"} if waits else set())
+            or not plans.keys() <= set(ROLES[self.spec.kind])
+        ):
+            raise PackageError(
+                f"a variant of kind {self.spec.kind!r} cannot be called with the plans {', '.join(plans) or 'none'}"
+            )
         for first, again in pairwise(variant.orders):
             if first.backward is None or again.forward is None or again.backward is None:
-                raise PackageError("its gradients cannot be differentiated again: expected a forward and a backward of each order")
-            _count("inputs of its gradients", again.inputs, (*first.inputs, *first.cotangents), "its inputs and incoming gradients")
+                raise PackageError(
+                    "its gradients cannot be differentiated again: expected a forward and a backward of each order"
+                )
+            _count(
+                "inputs of its gradients",
+                again.inputs,
+                (*first.inputs, *first.cotangents),
+                "its inputs and incoming gradients",
+            )
             _count("gradients", again.gives, again.outputs, "the outputs")
             for target in again.gives:
                 _find("a differentiable gradient", target, {g.of: g for g in first.backward.gradients})
@@ -237,8 +278,15 @@ class _Entry:
         library = _find("its call", plan.call.library, self.manifest.libraries) if plan.call else None
         results = library.outputs if library else ()
         saved = variant.forward.saved if variant.forward else ()
-        tensors: dict[str, Sequence[Any]] = {"input": variant.inputs, "saved": saved, "cotangent": variant.cotangents, "result": results}
-        sources = {k: v for k, v in tensors.items() if k == "input" or (k in ("saved", "cotangent") and role == "backward")}
+        tensors: dict[str, Sequence[Any]] = {
+            "input": variant.inputs,
+            "saved": saved,
+            "cotangent": variant.cotangents,
+            "result": results,
+        }
+        sources = {
+            k: v for k, v in tensors.items() if k == "input" or (k in ("saved", "cotangent") and role == "backward")
+        }
         if library is not None and plan.call is not None:
             _check_tensors((*library.inputs, *library.outputs), symbols)
             _count("operands", plan.call.operands, library.inputs, f"the inputs of library {plan.call.library}")
@@ -261,7 +309,8 @@ class _Entry:
         self._check_state_names((*plan.reads, *plan.writes))
 
     def _resolve(self, text: str, tensors: Mapping[str, Sequence[Any]], symbols: Set[str] | None = None) -> None:
-        """Check the reference ``text``: ``input:3``, ``saved:0``, …; ``parameter:NAME``, or with ``symbols``, ``size:EXPRESSION``."""
+        """Check the reference ``text``: ``input:3``, ``saved:0``, …; ``parameter:NAME``, or with ``symbols``,
+        ``size:EXPRESSION``."""
         kind, _, rest = text.partition(":")
         if kind == "size" and symbols is not None:
             _check_sizes(text, [rest], symbols)
@@ -282,11 +331,17 @@ class _Entry:
         for group in step.groups:
             for parameter in group.parameters:
                 _find("a parameter group", f"module.{parameter}", self._state)
-        for state in (*(s.state for s in step.state), *(g.state for g in step.gradients), *(f"module.{g.parameter}" for g in step.gradients)):
+        for state in (
+            *(s.state for s in step.state),
+            *(g.state for g in step.gradients),
+            *(f"module.{g.parameter}" for g in step.gradients),
+        ):
             _find("the step", state, self._state)
         vector = self.manifest.weights[_find("the step", "numbers", self._state).weight]
         if (vector.dtype, vector.shape) != ("float64", (len(step.numbers) + 2,)):
-            raise PackageError(f"its numbers are {vector.dtype} of shape {vector.shape}, expected float64 of shape ({len(step.numbers) + 2},)")
+            raise PackageError(
+                f"its numbers are {vector.dtype} of shape {vector.shape}, expected float64 of shape ({len(step.numbers) + 2},)"
+            )
         for number in step.numbers:
             if number.group != -1:
                 _find(f"the number {number.key!r}", number.group, step.groups)
@@ -295,7 +350,9 @@ class _Entry:
                 _find(f"the state {slot.state!r}", slot.starts_as, step.numbers)
             _find(f"the state {slot.state!r}", 0, slot.parameters)
         if (step.update is None) != (not step.gradients):
-            raise PackageError("a step that accumulates gradients has tensors for them and the plan 'update'; this one has only one of the two")
+            raise PackageError(
+                "a step that accumulates gradients has tensors for them and the plan 'update'; this one has only one of the two"
+            )
         if step.update is not None:
             library = _find("the update", step.update.call.library if step.update.call else "", self.manifest.libraries)
             _count("inputs of the update", library.inputs, 0, "its operands")
@@ -314,7 +371,9 @@ class _Entry:
         _check_sizes("a size", spec.sizes, symbols)
         _check_sizes("a guard", spec.guards, symbols)
         _count("verdicts", spec.verdicts, self.manifest.targets, "the further targets")
-        if sorted(n for s in spec.segments for n in s.ops) != list(range(structure.operations if structure.operations < 1 << 20 else 0)):
+        if sorted(n for s in spec.segments for n in s.ops) != list(
+            range(structure.operations if structure.operations < 1 << 20 else 0)
+        ):
             raise PackageError(f"its segments: expected each of its {structure.operations} operations once, got others")
         values = set[int]()
         for segment in spec.segments:
@@ -344,7 +403,10 @@ class _Entry:
             _find(f"the number {number.key!r}", number.group, update.groups)
         library = self.manifest.libraries[update.library]
         _count(
-            "inputs of its library", library.inputs, 2 * len(update.trained) + len(update.state) + 1, "its gradients, parameters, state and numbers"
+            "inputs of its library",
+            library.inputs,
+            2 * len(update.trained) + len(update.state) + 1,
+            "its gradients, parameters, state and numbers",
         )
 
 

@@ -1,4 +1,5 @@
-"""The policy on signatures of packages. A signature is a file next to the package, over all of its bytes (``docs/signatures.md``).
+"""The policy on signatures of packages. A signature is a file next to the package, over all of its bytes
+(``docs/signatures.md``).
 
 The signing library is imported only if signatures are checked.
 """
@@ -25,7 +26,8 @@ LARGEST = 1 << 20  # bytes of a signature or a key; they usually have about 2,00
 
 
 def admission(signature: Policy | None, key: Key | None) -> Admit | None:
-    """Return the check for :func:`~aot_backward_runtime.package.archive.open_package` to call before it reads a package, or None.
+    """Return the check for :func:`~aot_backward_runtime.package.archive.open_package` to call before it reads a
+    package, or None.
 
     Read the key and import the library at once, so that a missing one is an error even without a signature to check."""
     if signature is None:
@@ -34,7 +36,9 @@ def admission(signature: Policy | None, key: Key | None) -> Admit | None:
         raise SignatureError(f"signature={signature!r} is unknown: it is 'require', 'if-present' or 'off'")
     if signature == "off":
         if key is not None:
-            raise SignatureError(f"signature='off' would ignore the key {key}: omit the key, or pass 'require' or 'if-present'")
+            raise SignatureError(
+                f"signature='off' would ignore the key {key}: omit the key, or pass 'require' or 'if-present'"
+            )
         return None
     if key is None:
         raise SignatureError(f"signature={signature!r} needs the public key to check with: key='public.pem'")
@@ -58,7 +62,8 @@ def signing_library() -> ModuleType:
 
 
 def signature_beside(path: Path) -> Path | None:
-    """Return the signature file next to the package at ``path``, else next to the target if ``path`` is a link, else None."""
+    """Return the signature file next to the package at ``path``, else next to the target if ``path`` is a link, else
+    None."""
     for place in dict.fromkeys((path, path.resolve())):
         candidate = place.with_name(place.name + SUFFIX)
         if os.path.lexists(candidate):  # a broken link counts as an unreadable signature, not as a missing one
@@ -78,7 +83,9 @@ def read_key(path: Key) -> bytes:
         with Path(name).open("rb") as file:
             data = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
-        raise SignatureError(f"cannot read the key {name}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise SignatureError(
+            f"cannot read the key {name}: {error.strerror if isinstance(error, OSError) else error}"
+        ) from error
     if len(data) > LARGEST:
         raise SignatureError(f"{name} is not a key: it has more than {LARGEST} bytes; expected a PEM file")
     return data

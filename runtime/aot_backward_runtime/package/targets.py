@@ -28,10 +28,14 @@ def seen_as(manifest: Manifest, number: int) -> Manifest:
         libraries = {}
         for name, library in manifest.libraries.items():
             build = library.builds[number - 1]
-            libraries[name] = dataclasses.replace(library, **{f.name: getattr(build, f.name) for f in dataclasses.fields(build)})
+            libraries[name] = dataclasses.replace(
+                library, **{f.name: getattr(build, f.name) for f in dataclasses.fields(build)}
+            )
     libraries = {name: dataclasses.replace(library, builds=()) for name, library in libraries.items()}
     entries = {name: _judged(entry, number) for name, entry in manifest.entries.items()}
-    return dataclasses.replace(manifest, target=targets_of(manifest)[number], targets=(), libraries=libraries, entries=entries)
+    return dataclasses.replace(
+        manifest, target=targets_of(manifest)[number], targets=(), libraries=libraries, entries=entries
+    )
 
 
 def _judged(entry: EntrySpec, number: int) -> EntrySpec:

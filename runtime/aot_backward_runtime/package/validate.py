@@ -25,7 +25,8 @@ def check_members(manifest: Manifest, sizes: Mapping[str, int]) -> None:
 
 
 def check_library_file(spec: LibrarySpec, path: Path, machine: str) -> None:
-    """Check that the ELF file ``path`` can be loaded on ``machine``, and that it needs nothing that ``spec`` does not list."""
+    """Check that the ELF file ``path`` can be loaded on ``machine``, and that it needs nothing that ``spec`` does not
+    list."""
     try:
         elf = read_elf(path)
     except PackageError as error:
@@ -40,4 +41,6 @@ def check_library_file(spec: LibrarySpec, path: Path, machine: str) -> None:
     for family, manifest_version in (("GLIBC", spec.glibc), ("GLIBCXX", spec.glibcxx)):
         version = elf.versions.get(family)
         if version is not None and (not manifest_version or numeric(version) > numeric(manifest_version)):
-            raise PackageError(f"member {spec.member} asks for {family} {version}; the manifest says {manifest_version or 'none'}")
+            raise PackageError(
+                f"member {spec.member} asks for {family} {version}; the manifest says {manifest_version or 'none'}"
+            )

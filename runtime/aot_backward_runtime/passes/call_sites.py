@@ -1,8 +1,8 @@
 """Call sites in a script with backward passes that the package does not serve. Passes from there run in eager.
 
-The structure of a pass is known only after the engine has walked it, and then it is too late for eager. But a call site of ``backward`` nearly
-always has the same structure. After three unserved passes from one, further ones run in eager at once; the engine still walks about one in 64.
-"""
+The structure of a pass is known only after the engine has walked it, and then it is too late for eager. But a call site
+of ``backward`` nearly always has the same structure. After three unserved passes from one, further ones run in eager at
+once; the engine still walks about one in 64."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 from .origin import PASSED_OVER
 
 Place = tuple[str, int, int, str, int, int, str]
-"""File, function's first line and instruction of the two innermost frames outside of torch and this project, and the type of the first root. Two,
-because the innermost may belong to a library that is called from several places."""
+"""File, function's first line and instruction of the two innermost frames outside of torch and this project, and the
+type of the first root. Two, because the innermost may belong to a library that is called from several places."""
 
 _UNSERVED_IN_A_ROW = 3  # passes after which further ones from a call site run in eager at once; a guess
 _SERVED_PART = 0.1  # above this served fraction, structures alternate at the call site, and the engine walks every pass
-_LOOKS_REMEMBERED = 64  # the served fraction is a mean over about so many, so that it follows a script that changes; a guess
+# The served fraction is a mean over about so many, so that it follows a script that changes; a guess
+_LOOKS_REMEMBERED = 64
 _MAX_SKIP = 128  # one in 64 on average: a fixed step would miss structures that alternate
 _MAX_PLACES = 1024  # call sites, to bound memory; the engine walks every pass from further ones. A guess
 
@@ -82,7 +83,15 @@ def place_of(roots: Sequence[Any]) -> Place:
     root = roots[0] if roots else None
     node = root.grad_fn if isinstance(root, torch.Tensor) else root
     code, around = frame.f_code, above.f_code
-    return code.co_filename, code.co_firstlineno, frame.f_lasti, around.co_filename, around.co_firstlineno, above.f_lasti, type(node).__name__
+    return (
+        code.co_filename,
+        code.co_firstlineno,
+        frame.f_lasti,
+        around.co_filename,
+        around.co_firstlineno,
+        above.f_lasti,
+        type(node).__name__,
+    )
 
 
 _passed_over: set[int] = set()  # ids of module namespaces, which stay alive

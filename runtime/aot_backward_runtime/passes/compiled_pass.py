@@ -39,7 +39,9 @@ class Match:
 class CompiledPass:
     """A variant of a recorded pass with the libraries that it calls."""
 
-    def __init__(self, spec: PassSpec, tape: Tape, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
+    def __init__(
+        self, spec: PassSpec, tape: Tape, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]
+    ):
         self.spec, self.tape = spec, tape
         self.contract = PassContract(spec, next((library.device for library in libraries.values()), None), tape)
         self.device = next((s.device for s in spec.inputs), "cpu")
@@ -48,21 +50,28 @@ class CompiledPass:
         self._calls_out = any(op.kind in CALLS_OUT for op in tape.ops)
 
     def check_leaves(self, operands: Operands) -> None:
-        """Raise :class:`InputError` if the pass reads the memory of a leaf's present gradient: eager would add to it in between."""
-        held = [g for i in self.tape.leaves if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided]
+        """Raise :class:`InputError` if the pass reads the memory of a leaf's present gradient: eager would add to it in
+        between."""
+        held = [
+            g
+            for i in self.tape.leaves
+            if (g := operands.inputs[i].grad) is not None and type(g) is torch.Tensor and g.layout is torch.strided
+        ]
         if held and meet(held, operands.inputs):
             raise InputError("the .grad of a leaf is a tensor that the pass reads")
 
     @cached_property
     def steps(self) -> list[_Call | _Accumulate | _Single]:
-        """The steps, created by the first pass that runs them. An error in the package is then raised to its caller; during a capture, the
-        engine would take it as a reason to run the pass in eager."""
+        """The steps, created by the first pass that runs them. An error in the package is then raised to its caller;
+        during a capture, the engine would take it as a reason to run the pass in eager."""
         return list(self._steps(self._libraries))
 
     def _steps(self, libraries: Mapping[str, Library]) -> Iterator[_Call | _Accumulate | _Single]:
         ops = self.tape.ops
         if (count := sum(len(s.ops) for s in self.spec.segments)) != len(ops):
-            raise PackageError(f"a recorded pass: expected the {len(ops)} operations of its tape, got {count}. Record it again.")
+            raise PackageError(
+                f"a recorded pass: expected the {len(ops)} operations of its tape, got {count}. Record it again."
+            )
         compiled: set[int] = set()  # values from native code, with known metadata
         python = False
         leaves: _Accumulate | None = None
@@ -85,8 +94,13 @@ class CompiledPass:
                 leaves = None
 
     def run(self, operands: Operands, match: Match, outside: Outside, missed: Missed) -> list[torch.Tensor | None]:
-        """Run the pass. If a hook, a custom function or native code raises, ``.grad`` is as far as eager would have come."""
-        return self.execute(Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, outside), match, missed)
+        """Run the pass. If a hook, a custom function or native code raises, ``.grad`` is as far as eager would have
+        come."""
+        return self.execute(
+            Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, outside),
+            match,
+            missed,
+        )
 
     def execute(self, run: Run, match: Match, missed: Missed) -> list[torch.Tensor | None]:
         if self._calls_out:
@@ -99,12 +113,24 @@ class CompiledPass:
 class _Call:
     """A compiled graph between two places where Python runs."""
 
-    def __init__(self, library: Library, segment: Segment, ops: Sequence[Op], compiled: set[int], binding: Any, after_python: bool):
+    def __init__(
+        self,
+        library: Library,
+        segment: Segment,
+        ops: Sequence[Op],
+        compiled: set[int],
+        binding: Any,
+        after_python: bool,
+    ):
         """``after_python``: True if a hook or custom function of the pass runs before."""
         self.after_python = after_python
         self.library, self.segment, self.ops, self.binding = library, segment, ops, binding
         self.operands = [parse_operand(o) for o in segment.operands]
-        self.checked = [(p, i, library.spec.inputs[p]) for p, (kind, i) in enumerate(self.operands) if kind == "value" and i not in compiled]
+        self.checked = [
+            (p, i, library.spec.inputs[p])
+            for p, (kind, i) in enumerate(self.operands)
+            if kind == "value" and i not in compiled
+        ]
         self.simple = all(kind == "input" for kind, _ in self.operands)
         self.places = [i for _, i in self.operands]
 
@@ -123,7 +149,8 @@ class _Call:
             run.values[number] = None
 
     def _inputs(self, run: Run, match: Match) -> list[torch.Tensor]:
-        """Return the inputs. Check tensors again if Python code returned them or may have changed them since the match."""
+        """Return the inputs. Check tensors again if Python code returned them or may have changed them since the
+        match."""
         if self.after_python:
             for kind, where in self.operands:
                 if kind == "input" and _mark(run.operands["input"][where]) != run.marks[where]:
@@ -166,7 +193,12 @@ class _Accumulate:
                 continue
             if old is None and fresh:
                 tensor.grad = new
-            elif old is not None and old.layout is torch.strided and new.layout is torch.strided and type(old) is torch.Tensor:
+            elif (
+                old is not None
+                and old.layout is torch.strided
+                and new.layout is torch.strided
+                and type(old) is torch.Tensor
+            ):
                 sums.append(old)
                 terms.append(new)
             else:

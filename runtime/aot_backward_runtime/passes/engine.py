@@ -1,7 +1,8 @@
 """The autograd engine's hook for compilers, held by one session at a time.
 
 The setting is process-wide. Its holder sees every backward pass through :func:`_run`, which replaces
-``torch.autograd.graph._engine_run_backward`` and sends passes to eager if the engine refuses them or if they run inside another pass's hook.
+``torch.autograd.graph._engine_run_backward`` and sends passes to eager if the engine refuses them or if they run inside
+another pass's hook.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ _modules = (torch.autograd, torch.autograd.graph)  # torch.autograd imports the 
 _LEFT_BEHIND = 1024  # walks of the engine that ended without a program
 _LEFT_NODES = 40_000  # ... or this many nodes of such walks (19 MB), but
 _LEFT_LEAST = 64  # never fewer walks than this, because bound structures must then be bound again
-"""After these the engine's cache is emptied. It keeps an entry for each node that it walks, even if the pass then runs in eager:
-470 bytes a node (torch 2.13). It compares the successors of a node one by one, because its hash ignores their constants."""
+"""After these the engine's cache is emptied. It keeps an entry for each node that it walks, even if the pass then runs
+in eager:
+470 bytes a node (torch 2.13). It compares the successors of a node one by one, because its hash ignores their
+constants."""
 UNSERVED = 1000
-"""Unserved passes in a row after which a replay takes its hook out of the engine. Looking up the call site of a pass takes 3 to 16 µs, so this
-costs 10 ms. With fewer, one phase of a script, such as some epochs with frozen layers, would decide for all of it."""
+"""Unserved passes in a row after which a replay takes its hook out of the engine. Looking up the call site of a pass
+takes 3 to 16 µs, so this costs 10 ms. With fewer, one phase of a script, such as some epochs with frozen layers, would
+decide for all of it."""
 
 
 class Handler(Protocol):
@@ -48,7 +52,8 @@ class Handler(Protocol):
         """Return the recorder for the present pass, which the engine's cache does not know."""
 
     def before(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
-        """Return None if the engine is to walk the next pass. Otherwise eager runs it, and the returned function gets its seconds."""
+        """Return None if the engine is to walk the next pass. Otherwise eager runs it, and the returned function gets
+        its seconds."""
 
     def left_to_eager(self, reason: str, walked: float) -> None:
         """Handle a pass that the engine or the recorder refused after ``walked`` seconds; eager runs it."""
@@ -64,10 +69,11 @@ class Handler(Protocol):
 
 
 class Engine:
-    """The engine's hook, as a context. It serializes the threads and follows the engine's rules; the handler decides how passes run.
+    """The engine's hook, as a context. It serializes the threads and follows the engine's rules; the handler decides
+    how passes run.
 
-    With ``may_leave`` it takes the hook out for good after :data:`UNSERVED` unserved passes in a row. The backward of an MLP of 17
-    nodes then takes 70 µs, as in eager; it takes 85 µs if each pass is looked up by its call site.
+    With ``may_leave`` it takes the hook out for good after :data:`UNSERVED` unserved passes in a row. The backward of
+    an MLP of 17 nodes then takes 70 µs, as in eager; it takes 85 µs if each pass is looked up by its call site.
     """
 
     def __init__(self, handler: Handler, *, may_leave: bool) -> None:
@@ -84,7 +90,8 @@ class Engine:
         self.runs_in = 0  # the thread of the pass
         self.roots: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
-        self.began = self.reached = self.left = 0.0  # times: the pass was called, the engine called the bound code, that code returned
+        # Times: the pass was called, the engine called the bound code, that code returned
+        self.began = self.reached = self.left = 0.0
         self.largest = 0  # nodes of the largest structure that was recorded
         self._left = 0  # walks since the engine's cache was empty that ended without a program
         self.unserved = 0  # passes since the last one that ran compiled
@@ -117,7 +124,9 @@ class Engine:
 
     def __exit__(self, *error: object) -> None:
         if not _hooks or _hooks[-1] is not self:
-            raise AotBackwardError("record and replay contexts must be left in the reverse order in which they were entered")
+            raise AotBackwardError(
+                "record and replay contexts must be left in the reverse order in which they were entered"
+            )
         _hooks.pop()
         if not _hooks:
             for module in _modules:
@@ -160,19 +169,31 @@ class Engine:
             after(time.perf_counter() - start)
             return result
         if args[2]:
-            return self._leave_to_eager("create_graph=True: compiled passes cannot be differentiated again", roots, args, kwargs)
+            return self._leave_to_eager(
+                "create_graph=True: compiled passes cannot be differentiated again", roots, args, kwargs
+            )
         if torch_api.in_functorch() or any(g is not None and torch_api.is_batched(g) for g in args[0]):
-            return self._leave_to_eager("batched gradients (is_grads_batched=True), or within a functorch transform", roots, args, kwargs)
+            return self._leave_to_eager(
+                "batched gradients (is_grads_batched=True), or within a functorch transform", roots, args, kwargs
+            )
         if torch_api.in_forward_mode():
-            return self._leave_to_eager("within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs)
+            return self._leave_to_eager(
+                "within forward-mode differentiation, whose tangents native code would drop", roots, args, kwargs
+            )
         while not self._turn.acquire(timeout=0.02):
             if self.outside:  # the thread that has the turn may be waiting for this pass
                 return self._leave_to_eager("ran while another thread's hook was called", roots, args, kwargs)
         try:
             if self.inside:
-                return self._leave_to_eager("re-entrant: called by a hook or a custom function of another pass", roots, args, kwargs)
+                return self._leave_to_eager(
+                    "re-entrant: called by a hook or a custom function of another pass", roots, args, kwargs
+                )
             if self._off:
-                reason = "ran within a pass that ran in eager" if torch_api.in_backward() else "ran beside a pass of another thread"
+                reason = (
+                    "ran within a pass that ran in eager"
+                    if torch_api.in_backward()
+                    else "ran beside a pass of another thread"
+                )
                 return self._leave_to_eager(reason, roots, args, kwargs)
             if self._left >= _LEFT_LEAST and (self._left >= _LEFT_BEHIND or self._left * self.largest >= _LEFT_NODES):
                 self.clear_cache()
@@ -199,7 +220,8 @@ class Engine:
             seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
-            if reason.startswith("!vlogger"):  # a recording was refused at this node before, and the engine gives no reason
+            # A recording was refused at this node before, and the engine gives no reason
+            if reason.startswith("!vlogger"):
                 reason = "a structure that ran in eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
@@ -223,8 +245,9 @@ class Engine:
                 self._turn.release()
 
     def _take_turn(self) -> bool:
-        """Wait until no other thread's pass is in the engine, which would crash if its compiler were removed. Do not wait for a pass that is calling
-        a hook: the engine has its compiler's answer, and the hook may wait for this thread. Return whether the turn must be released."""
+        """Wait until no other thread's pass is in the engine, which would crash if its compiler were removed. Do not
+        wait for a pass that is calling a hook: the engine has its compiler's answer, and the hook may wait for this
+        thread. Return whether the turn must be released."""
         while not self._turn.acquire(timeout=0.02):
             if self.outside:
                 return False

@@ -16,7 +16,8 @@ _SEARCHES = 16  # searches by one Layers: bounds the time that misses take; a gu
 
 
 def line(*, within: types.CodeType | None = None) -> str:
-    """Return the innermost line outside of torch and this project. ``within``: return "" if no such line is inside a call of that function."""
+    """Return the innermost line outside of torch and this project. ``within``: return "" if no such line is inside a
+    call of that function."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in PASSED_OVER:
         if frame.f_code is within:
@@ -53,10 +54,11 @@ class Layers:
 
 
 def _modules_within_reach() -> list[nn.Module]:
-    """Return the modules in the variables of the calling functions and their files, in containers there, and in attributes of objects there.
+    """Return the modules in the variables of the calling functions and their files, in containers there, and in
+    attributes of objects there.
 
-    ``gc.get_objects()`` would find all modules. But it also returns tuples that another thread is filling, and the thread then fails with a
-    :class:`SystemError` (https://github.com/python/cpython/issues/59313)."""
+    ``gc.get_objects()`` would find all modules. But it also returns tuples that another thread is filling, and the
+    thread then fails with a :class:`SystemError` (https://github.com/python/cpython/issues/59313)."""
     values: dict[int, Any] = {}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -64,7 +66,8 @@ def _modules_within_reach() -> list[nn.Module]:
             variables = frame.f_locals
             values |= {id(v): v for v in (*variables.values(), *list(frame.f_globals.values()))}
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(variables) is dict:
-                variables.clear()  # a copy that Python up to 3.12 would keep, with the tensors in it, until the function returns
+                # A copy that Python up to 3.12 would keep, with the tensors in it, until the function returns
+                variables.clear()
         frame = frame.f_back
     for value in list(values.values()):
         if not issubclass(type(value), (types.ModuleType, type, nn.Module)):

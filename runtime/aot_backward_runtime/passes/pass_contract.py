@@ -27,7 +27,8 @@ class Operands:
 
 
 class PassContract(Contract):
-    """Guards on the tensors and sizes of a pass. Strides must equal the recorded ones, because gradients inherit them."""
+    """Guards on the tensors and sizes of a pass. Strides must equal the recorded ones, because gradients inherit
+    them."""
 
     def __init__(self, spec: PassSpec, device: torch.device | None = None, tape: Tape | None = None):
         """``tape``: used in error messages."""
@@ -36,9 +37,14 @@ class PassContract(Contract):
         self._sizes: Sequence[int] = ()
 
     def fit_pass(self, operands: Operands) -> tuple[Sequence[torch.Tensor], dict[str, int], bool]:
-        """Return the tensors, the symbols' values, and whether no tensor was copied. Raise :class:`InputError` if something does not fit."""
+        """Return the tensors, the symbols' values, and whether no tensor was copied. Raise :class:`InputError` if
+        something does not fit."""
         spec = self.spec
-        if len(operands.inputs) != len(spec.inputs) or len(operands.sizes) != len(spec.sizes) or len(operands.scalars) != len(spec.scalars):
+        if (
+            len(operands.inputs) != len(spec.inputs)
+            or len(operands.sizes) != len(spec.sizes)
+            or len(operands.scalars) != len(spec.scalars)
+        ):
             raise InputError("the pass has another number of tensors or sizes than the recorded one")
         for tensor, expected, dtype in zip(operands.inputs, self.specs, self.dtypes, strict=True):
             check_kind(tensor, expected, dtype, self.device)
@@ -81,7 +87,8 @@ def why_unsupported(tensor: torch.Tensor) -> str:
 
 
 def check_value(value: Any, spec: TensorSpec, values: Mapping[str, int], device: torch.device) -> torch.Tensor:
-    """Return ``value``, the result of an earlier step, fit for native code. Raise :class:`InputError` if it differs from the recorded one."""
+    """Return ``value``, the result of an earlier step, fit for native code. Raise :class:`InputError` if it differs
+    from the recorded one."""
     if value is None:
         raise InputError(f"{spec.name} is undefined; a tensor was recorded")
     check_kind(value, spec, device=device)

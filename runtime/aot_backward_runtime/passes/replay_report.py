@@ -1,4 +1,5 @@
-"""Counts of the hits, misses and fallbacks of a context, with bounds on how many different reasons are kept and shown."""
+"""Counts of the hits, misses and fallbacks of a context, with bounds on how many different reasons are kept and
+shown."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from ..optimizer_steps.compiled_update import NO_STATE
 
 _MAX_REASONS, _REASONS_SHOWN, _IN_TEXT = 256, 12, 3
-"""Reasons that are counted separately, to bound memory; reasons in the JSON report; reasons of each kind in the text. Guesses."""
+"""Reasons that are counted separately, to bound memory; reasons in the JSON report; reasons of each kind in the text.
+Guesses."""
 REST = "(other reasons)"
 
 
@@ -45,15 +47,17 @@ class Report:
         bindings: The number of passes that met a structure for the first time.
         hits: The number of later passes that were served.
         misses: The numbers of interpreted passes, by reason.
-        eager: The numbers of passes that ran in eager, by reason: the engine refused them, or the package did not serve earlier ones.
+        eager: The numbers of passes that ran in eager, by reason: the engine refused them, or the package did not serve
+            earlier ones.
         engine: The numbers of the engine's explanations of its first cache misses, by text. They are only in the JSON.
         steps: The number of compiled optimizer steps.
         eager_steps: The numbers of optimizer steps that ran in eager, by reason.
         clippings: The number of compiled clippings of gradients.
         eager_clippings: The numbers of clippings that ran in eager, by reason.
-        saved_against_eager: The seconds by which passes were faster than eager was at recording, and the seconds that steps and clippings saved at
-            recording, minus the time to record the misses.
-        margin: The seconds by which ``saved_against_eager`` may be too large, as measured for the choice of compiled passes.
+        saved_against_eager: The seconds by which passes were faster than eager was at recording, and the seconds that
+            steps and clippings saved at recording, minus the time to record the misses.
+        margin: The seconds by which ``saved_against_eager`` may be too large, as measured for the choice of compiled
+            passes.
         untimed: The numbers of compiled passes with unknown eager time, by reason.
         untimed_seconds: The seconds that these took.
         interpreted: The seconds that the misses took to run.
@@ -80,7 +84,8 @@ class Report:
     def saved(self) -> float | None:
         """The seconds saved against eager, negative if lost.
 
-        It is a lower bound, for any eager time of passes that were not timed. It is None if the sign is unknown, and 0 below the margin.
+        It is a lower bound, for any eager time of passes that were not timed. It is None if the sign is unknown, and 0
+        below the margin.
         """
         sure = self.saved_against_eager - self.margin - self._unknown
         if sure >= 0:
@@ -131,14 +136,20 @@ class Report:
             first = f" ({self.eager_steps[NO_STATE]} made the state, in eager)" if self.eager_steps[NO_STATE] else ""
             parts.append(f"{self.steps} of {self.steps + in_eager} optimizer steps{first}")
         if self.clippings or self.eager_clippings:
-            parts.append(f"{self.clippings} of {self.clippings + sum(self.eager_clippings.values())} clippings of gradients")
+            parts.append(
+                f"{self.clippings} of {self.clippings + sum(self.eager_clippings.values())} clippings of gradients"
+            )
         *others, last = parts
         return f"{', '.join(others)}{' and ' if others else ''}{last} ran compiled"
 
     def _how(self) -> str:
         """Return the counts of compiled bindings and of hits as text. A binding may also be a miss."""
         bound = self.compiled - self.hits
-        return f" ({bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'})" if bound or self.hits else ""
+        return (
+            f" ({bound} binding{'' if bound == 1 else 's'}, {self.hits} hit{'' if self.hits == 1 else 's'})"
+            if bound or self.hits
+            else ""
+        )
 
     def _time_saved(self) -> Iterator[str]:
         """Yield the time saved, or nothing if nothing ran compiled."""
@@ -155,4 +166,6 @@ class Report:
 
 
 NOT_TIMED = "not timed against eager during recording (--tune none, a GPU, a custom function of the script)"
-OTHER_SIZES = "timed against eager at other sizes: record 20 passes or more of each size into a new file to compare them"
+OTHER_SIZES = (
+    "timed against eager at other sizes: record 20 passes or more of each size into a new file to compare them"
+)

@@ -1,4 +1,5 @@
-"""Run and count a script's optimizer steps and clippings during a replay or recording: by compiled code if it fits, else in eager."""
+"""Run and count a script's optimizer steps and clippings during a replay or recording: by compiled code if it fits,
+else in eager."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ class StepObserver(Protocol):
 
 
 class ServedSteps:
-    """An interceptor (``optimizer_steps/interception.py``). With an ``observer``, calls that run in eager go to it and are not counted in
-    ``report``."""
+    """An interceptor (``optimizer_steps/interception.py``). With an ``observer``, calls that run in eager go to it and
+    are not counted in ``report``."""
 
-    def __init__(self, package: Package | None, entry: str | None, report: Report, observer: StepObserver | None = None):
+    def __init__(
+        self, package: Package | None, entry: str | None, report: Report, observer: StepObserver | None = None
+    ):
         updates = package.recorded_updates(entry) if package is not None else ()
         clippings = package.recorded_clippings(entry) if package is not None else ()
         served = [CompiledUpdate(spec, library) for spec, library in updates if is_served(spec.speed)]
@@ -68,7 +71,9 @@ class ServedSteps:
         eager(optimizer)
         return loss
 
-    def clip_gradients(self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]) -> Any:
+    def clip_gradients(
+        self, kind: Kind, gradients: list[torch.Tensor], limit: float, keep_nonfinite: bool, eager: Callable[[], Any]
+    ) -> Any:
         try:
             met = self._clippings.get((kind, len(gradients)))
             if met is None:
@@ -88,5 +93,6 @@ class ServedSteps:
 
 
 def _gain(speed: Speed | None) -> float:
-    """Return the seconds by which compiled code beat eager at recording. They alternated in a loop; in a script both are slower."""
+    """Return the seconds by which compiled code beat eager at recording. They alternated in a loop; in a script both
+    are slower."""
     return (speed.means["eager"] - speed.means["compiled"]) * 1e-6 if speed is not None else 0.0

@@ -1,8 +1,9 @@
 """``replay(path)``: run the backward passes of an unmodified script from a package. ``docs/replay.md`` explains it.
 
-A pass is *bound* when the engine first meets its structure in this process: its tape is recorded, the fingerprint looked up, and the
-package's code put in the engine's cache. Later passes are found in that cache (a *hit*). If the package has no code for a pass
-(a *miss*), its tape is interpreted, which gives eager's gradients. Misses are counted, and logged once per reason.
+A pass is *bound* when the engine first meets its structure in this process: its tape is recorded, the fingerprint
+looked up, and the package's code put in the engine's cache. Later passes are found in that cache (a *hit*). If the
+package has no code for a pass (a *miss*), its tape is interpreted, which gives eager's gradients. Misses are counted,
+and logged once per reason.
 """
 
 from __future__ import annotations
@@ -40,17 +41,24 @@ from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
 log = logging.getLogger("aot_backward.replay")
-_QUIET_AFTER_HITS = 8  # stop the engine's verbose cache-miss logging after this many hits in a row, because it costs time
-_EXPLANATIONS = 64  # new structures with an explanation of the cache miss: for it the engine copies the keys of all siblings at each node
+# Stop the engine's verbose cache-miss logging after this many hits in a row, because it costs time
+_QUIET_AFTER_HITS = 8
+# New structures with an explanation of the cache miss: for it the engine copies the keys of all siblings at each node
+_EXPLANATIONS = 64
 _LOGGED = 64  # different warnings in one context: bounds the log; further reasons are only in the report. A guess
-_ATTEMPTS = 64  # passes of unknown structure that are recorded after the engine's cache was emptied, to bind the package's structures again
-_LARGEST_SKIP = 128  # afterwards, record about one pass of unknown structure in 64, because recording takes ten times as long as eager
+# Passes of unknown structure that are recorded after the engine's cache was emptied, to bind the package's structures
+# again
+_ATTEMPTS = 64
+# Afterwards, record about one pass of unknown structure in 64, because recording takes ten times as long as eager
+_LARGEST_SKIP = 128
 
 
 class PassObserver(Protocol):
     """An observer of the passes of a script that is recorded."""
 
-    def before(self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]) -> Callable[[float], None] | None:
+    def before(
+        self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]
+    ) -> Callable[[float], None] | None:
         """See :meth:`.engine.Handler.before`."""
 
     def interpret(self, replaying: Replaying, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
@@ -93,7 +101,9 @@ class Replaying:
         self.engine = Engine(self, may_leave=not self.looks_at_all)
         self.steps = ServedSteps(package if optimizer else None, entry, self.report, step_observer)
         self.sites = CallSites()
-        self.table = StructureTable(package, entry, max_structures, self._stop_explaining, by_nodes=observer is None, slower=self.looks_at_all)
+        self.table = StructureTable(
+            package, entry, max_structures, self._stop_explaining, by_nodes=observer is None, slower=self.looks_at_all
+        )
         self.tapes = self.table.tapes
         self.layers = origin.Layers()
         self._logged: set[str] = set()
@@ -101,7 +111,8 @@ class Replaying:
         self._random = random.Random(0)  # noqa: S311
         self._explanations_left = _EXPLANATIONS
         self._bound: list[_BoundPass] = []  # the contents of the engine's cache
-        self._to_rebind = 0  # structures with hits that the cache held when it was last emptied, minus structures bound since
+        # Structures with hits that the cache held when it was last emptied, minus structures bound since
+        self._to_rebind = 0
         self._attempts_left = 0  # passes to record at most to bind all of them again
         self._skip = 0  # passes until the next attempt afterwards
 
@@ -119,7 +130,8 @@ class Replaying:
         self.engine.__exit__()
         self.report.passes += self.engine.not_looked_at
         self.report.eager.note(
-            _LEFT if self.table.serves else "the package has no backward pass that is faster than eager's", self.engine.not_looked_at
+            _LEFT if self.table.serves else "the package has no backward pass that is faster than eager's",
+            self.engine.not_looked_at,
         )
         self.engine.not_looked_at = 0
         if self.steps:
@@ -189,10 +201,11 @@ class Replaying:
         return bound
 
     def _is_worth_recording(self) -> bool:
-        """Return whether to record a pass that the engine does not know although the table is full: the table may have its structure.
+        """Return whether to record a pass that the engine does not know although the table is full: the table may have
+        its structure.
 
-        Recording takes about ten times as long as eager. So after the engine's cache was emptied, record until every structure that had a hit is
-        bound again, and then about one pass in 64.
+        Recording takes about ten times as long as eager. So after the engine's cache was emptied, record until every
+        structure that had a hit is bound again, and then about one pass in 64.
         """
         if self._attempts_left > 0 and self._to_rebind > 0:
             self._attempts_left -= 1
@@ -204,7 +217,8 @@ class Replaying:
         return True
 
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
-        """Run one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its structure."""
+        """Run one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its
+        structure."""
         start = time.perf_counter()
         overhead = start - self.engine.began  # the engine's walk, and the recorder's if the structure is new
         self.report.passes += 1
@@ -212,11 +226,15 @@ class Replaying:
             if torch.is_anomaly_enabled():
                 raise InputError("anomaly mode looks at every node: the tape is interpreted")
             if structure.spec is None:
-                raise InputError(self.table.difference(structure.tape) if self.table.knows(structure) else self.table.why_full())
+                raise InputError(
+                    self.table.difference(structure.tape) if self.table.knows(structure) else self.table.why_full()
+                )
             if structure.missing:
                 structure.missing = unregistered(structure.missing)  # the script may have registered them by now
                 if structure.missing:
-                    raise InputError(f"the package {describe_missing_operators(structure.missing, self.table.operators)}")
+                    raise InputError(
+                        f"the package {describe_missing_operators(structure.missing, self.table.operators)}"
+                    )
             match = structure.match(operands)
             match.variant.check_leaves(operands)
         except InputError as error:
@@ -229,7 +247,8 @@ class Replaying:
         if self.strict:
             raise MissError(f"{miss} (replay is strict)")
         if self._observer is not None:
-            return self._observer.interpret(self, structure, operands)  # not in the except block: a hook's error must not get our __context__
+            # Not in the except block: a hook's error must not get our __context__
+            return self._observer.interpret(self, structure, operands)
         self._missed(miss)
         start = time.perf_counter()
         results = self.interpret(structure, operands)
@@ -241,7 +260,9 @@ class Replaying:
         if not self.looks_at_all:
             self.sites.note(self.engine.roots, served=served)
 
-    def _run_compiled(self, structure: Structure, operands: Operands, match: Match, binding: bool) -> list[torch.Tensor | None]:
+    def _run_compiled(
+        self, structure: Structure, operands: Operands, match: Match, binding: bool
+    ) -> list[torch.Tensor | None]:
         start = time.perf_counter()
         results = match.variant.run(operands, match, self.engine.calling_out, self._missed)
         self.engine.unserved = 0
@@ -278,7 +299,9 @@ class Replaying:
         return self.interpreter(operands).execute(structure.tape.ops, structure.tape.outputs)
 
     def interpreter(self, operands: Operands) -> Run:
-        return Run(operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.engine.calling_out)
+        return Run(
+            operands.inputs, operands.sizes, operands.scalars, operands.hooks, operands.packed, self.engine.calling_out
+        )
 
     def _missed(self, reason: str) -> None:
         if self._observer is not None:
@@ -290,7 +313,9 @@ class Replaying:
     def _log_once(self, message: str) -> None:
         if message not in self._logged and len(self._logged) < _LOGGED:
             self._logged.add(message)
-            log.warning("%s%s", message, "; further reasons are only in the report" if len(self._logged) == _LOGGED else "")
+            log.warning(
+                "%s%s", message, "; further reasons are only in the report" if len(self._logged) == _LOGGED else ""
+            )
 
     def explain(self, on: bool) -> None:
         """Switch the engine's explanations of cache misses, which cost time on every pass."""
@@ -308,7 +333,9 @@ class _BoundPass:
         self.order = recorded.order
         self.tape = recorded.arranged(recorded.order)
         self.structure = session.table.find(self.tape)
-        self.customs: dict[int, PlainContext | None] = dict.fromkeys(self.tape.ops[n].operands[0].index for n in self.tape.plain_customs)
+        self.customs: dict[int, PlainContext | None] = dict.fromkeys(
+            self.tape.ops[n].operands[0].index for n in self.tape.plain_customs
+        )
 
     def _follow_order(self) -> None:
         """Follow eager's order of nodes (that of the forward), which the engine's cache does not know."""
@@ -319,7 +346,8 @@ class _BoundPass:
             self.structure = self.session.table.find(self.tape)
 
     def _follow_contexts(self, hooks: Sequence[Any]) -> None:
-        """Find the structure again if a context holds other numbers than last time: the engine's cache ignores contexts."""
+        """Find the structure again if a context holds other numbers than last time: the engine's cache ignores
+        contexts."""
         if all(plain is not None and plain.fits(hooks[index]) for index, plain in self.customs.items()):
             return
         digests = {n: digest_of(hooks[self.tape.ops[n].operands[0].index]) for n in self.tape.plain_customs}
@@ -327,11 +355,17 @@ class _BoundPass:
         self.customs = {index: PlainContext(hooks[index]) for index in self.customs}
 
     def __call__(
-        self, inputs: list[torch.Tensor], sizes: list[int], scalars: list[Any], hooks: tuple[Any, ...], packed: tuple[Any, ...] = ()
+        self,
+        inputs: list[torch.Tensor],
+        sizes: list[int],
+        scalars: list[Any],
+        hooks: tuple[Any, ...],
+        packed: tuple[Any, ...] = (),
     ) -> list[torch.Tensor | None]:
         engine = self.session.engine
         engine.running, engine.reached = True, time.perf_counter()
-        if hooks and any(map(torch_api.fires_reducer, hooks)):  # too late for eager: the engine has released the graph's saved tensors
+        # Too late for eager: the engine has released the graph's saved tensors
+        if hooks and any(map(torch_api.fires_reducer, hooks)):
             raise AotBackwardError(MIXED_PRECISION)
         binding, self.binding = self.binding, False
         self.served = not binding
@@ -361,9 +395,10 @@ def replay(
 ) -> Replaying:
     """Return a context that runs backward passes, optimizer steps and clippings of a script from a package.
 
-    Passes that the package does not hold are interpreted, with eager's gradients. After three of them from one place in the script, further ones from
-    there run in eager; so do passes that the engine refuses. After 1,000 unserved passes in a row, all further passes run in eager. A pass is
-    interpreted if an operator that it calls is not registered when it runs.
+    Passes that the package does not hold are interpreted, with eager's gradients. After three of them from one place in
+    the script, further ones from there run in eager; so do passes that the engine refuses. After 1,000 unserved passes
+    in a row, all further passes run in eager. A pass is interpreted if an operator that it calls is not registered when
+    it runs.
 
     The engine's setting is process-wide: enter once, around everything that trains.
 
@@ -374,17 +409,18 @@ def replay(
         imports: As for :func:`load`.
         signature: As for :func:`load`.
         key: As for :func:`load`.
-        max_structures: The number of structures that the package does not hold after which new ones run in eager. It bounds time and memory for a
-            script that keeps changing its structure. Bound structures are still served.
-        optimizer: Whether steps of ``torch.optim`` optimizers, ``clip_grad_norm_`` and ``clip_grad_value_`` run compiled too, if the package has code
-            for them, on the script's own parameters, gradients and state. Calls that do not fit (the first step, which makes the state; an absent
-            gradient) run in eager.
+        max_structures: The number of structures that the package does not hold after which new ones run in eager. It
+            bounds time and memory for a script that keeps changing its structure. Bound structures are still served.
+        optimizer: Whether steps of ``torch.optim`` optimizers, ``clip_grad_norm_`` and ``clip_grad_value_`` run
+            compiled too, if the package has code for them, on the script's own parameters, gradients and state. Calls
+            that do not fit (the first step, which makes the state; an absent gradient) run in eager.
 
     Returns:
         The context; its ``report`` counts hits, misses and fallbacks.
 
     Raises:
-        AotBackwardError: The package has no ``replay`` entry, or several and ``entry`` names none; and the errors of :func:`load`.
+        AotBackwardError: The package has no ``replay`` entry, or several and ``entry`` names none; and the errors of
+            :func:`load`.
 
     Examples:
         >>> with replay("passes.pt2") as replaying:
@@ -401,7 +437,8 @@ def _nothing(seconds: float) -> None:
 
 
 class _IgnoringLogger:
-    """A logger for the engine: if it has one, it also passes its reasons to the recorder as a list. The logged lines are not needed."""
+    """A logger for the engine: if it has one, it also passes its reasons to the recorder as a list. The logged lines
+    are not needed."""
 
     def debug(self, message: str, *args: Any) -> None:
         pass

@@ -26,18 +26,26 @@ _MAX_SHAPES = 1024  # lists of shapes with a fast check, per structure: bounds m
 class Structure:
     """Passes of one fingerprint: the tape of this process, and the package's variants for it."""
 
-    def __init__(self, tape: Tape, spec: StructureSpec | None, libraries: Mapping[str, Library], constants: Mapping[str, torch.Tensor]):
+    def __init__(
+        self,
+        tape: Tape,
+        spec: StructureSpec | None,
+        libraries: Mapping[str, Library],
+        constants: Mapping[str, torch.Tensor],
+    ):
         self.tape, self.spec = tape, spec
         self.variants = [CompiledPass(v, tape, libraries, constants) for v in (spec.variants if spec else ())]
         names = [s.library for v in self.variants for s in v.spec.segments if s.library]
-        self.missing = unregistered(o for name in names for o in libraries[name].spec.operators)  # operators that are not registered yet
+        # Operators that are not registered yet
+        self.missing = unregistered(o for name in names for o in libraries[name].spec.operators)
         self._discriminating = _discriminating_sizes([v.spec for v in self.variants])
         self._fast: dict[tuple[int, ...], _KnownSizes] = {}  # by the sizes that tell passes apart
 
     def match(self, operands: Operands) -> Match:
         """Return the variant that serves a pass. Raise :class:`InputError` with the reasons if there is none.
 
-        Accepted passes are found by the few sizes that differ between passes, so a hundred batch sizes cost as much as one.
+        Accepted passes are found by the few sizes that differ between passes, so a hundred batch sizes cost as much as
+        one.
         """
         inputs, sizes = operands.inputs, operands.sizes
         try:
@@ -89,6 +97,10 @@ def _discriminating_sizes(variants: Sequence[PassSpec]) -> list[tuple[int, int]]
         dims += [(-1, k) for k, n in enumerate(first.sizes) if any(v.sizes[k : k + 1] != (n,) for v in others)][:8]
         for i, spec in enumerate(first.inputs):
             dims += (
-                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][:2] if len(dims) < 16 else []
+                [(i, d) for d, n in enumerate(spec.shape) if any(v.inputs[i].shape[d : d + 1] != (n,) for v in others)][
+                    :2
+                ]
+                if len(dims) < 16
+                else []
             )
     return list(dict.fromkeys(dims))

@@ -1,4 +1,5 @@
-"""The structures that a context has met, and the package's code for them. At most ``max_structures`` unknown ones are kept."""
+"""The structures that a context has met, and the package's code for them. At most ``max_structures`` unknown ones are
+kept."""
 
 from __future__ import annotations
 
@@ -15,20 +16,32 @@ from ..tapes.tape import Tape
 from .recorded_times import is_served
 from .structure import Structure
 
-_MAX_CONTEXT_NUMBERS = 4  # sets of numbers in a custom function's context that make separate structures; with more, it is called. A guess
+# Sets of numbers in a custom function's context that make separate structures; with more, it is called. A guess
+_MAX_CONTEXT_NUMBERS = 4
 MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Their tapes are kept: 1 to 4 kB a node."""
 _SMALL_STRUCTURE = 32
-"""In a replay a structure counts once of :data:`MAX_STRUCTURES` for every so many nodes. Recording and interpreting a pass takes about
-0.25 ms a node, eager 0.01. So a script with a new structure in each pass loses a second by default (128 passes of 700 nodes would lose 20)."""
+"""In a replay a structure counts once of :data:`MAX_STRUCTURES` for every so many nodes. Recording and interpreting a
+pass takes about
+0.25 ms a node, eager 0.01. So a script with a new structure in each pass loses a second by default (128 passes of 700
+nodes would lose 20)."""
 
 
 class StructureTable:
     """Structures by fingerprint. ``tapes``: the tapes of the structures that were met, in order."""
 
-    def __init__(self, package: Package | None, entry: str | None, max_structures: int, on_full: Callable[[], None], *, by_nodes: bool, slower: bool):
-        """``on_full``: called once, when ``max_structures`` unknown structures were met. ``by_nodes``: large ones count more than once.
-        ``slower``: also serve variants of older packages that were slower than eager."""
+    def __init__(
+        self,
+        package: Package | None,
+        entry: str | None,
+        max_structures: int,
+        on_full: Callable[[], None],
+        *,
+        by_nodes: bool,
+        slower: bool,
+    ):
+        """``on_full``: called once, when ``max_structures`` unknown structures were met. ``by_nodes``: large ones count
+        more than once. ``slower``: also serve variants of older packages that were slower than eager."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
@@ -39,12 +52,16 @@ class StructureTable:
         self._constants: Mapping[str, torch.Tensor] = {}
         if package is not None:
             specs, self._libraries, self._constants = package.recorded(entry)
-            served = {f: replace(s, variants=tuple(v for v in s.variants if slower or is_served(v.speed))) for f, s in specs.items()}
+            served = {
+                f: replace(s, variants=tuple(v for v in s.variants if slower or is_served(v.speed)))
+                for f, s in specs.items()
+            }
             self._specs = {f: s for f, s in served.items() if s.variants}
             self.operators = package.manifest.operators
         self._on_full = on_full
         self._met: dict[str, Structure] = {}
-        self._context_numbers: dict[str, set[str]] = {}  # fingerprints that differ in these numbers, by the one that calls the functions
+        # Fingerprints that differ in these numbers, by the one that calls the functions
+        self._context_numbers: dict[str, set[str]] = {}
         self._by_nodes = by_nodes
         self._unknown = 0  # structures that were met and that the package does not hold
         self._weight = 0.0  # ... and their count towards max_structures
@@ -67,12 +84,15 @@ class StructureTable:
         return structure.tape.fingerprint() in self._met
 
     def find(self, tape: Tape) -> Structure:
-        """Return the structure of ``tape``. If the numbers in a custom function's context keep changing, that function is called."""
+        """Return the structure of ``tape``. If the numbers in a custom function's context keep changing, that function
+        is called."""
         fingerprint = tape.fingerprint()
         if tape.plain_customs and fingerprint not in self._specs:
             called_tape = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
             fingerprints = self._context_numbers.get(called_tape.fingerprint(), set())
-            if fingerprint not in fingerprints and (called_tape.fingerprint() in self._specs or len(fingerprints) >= _MAX_CONTEXT_NUMBERS):
+            if fingerprint not in fingerprints and (
+                called_tape.fingerprint() in self._specs or len(fingerprints) >= _MAX_CONTEXT_NUMBERS
+            ):
                 tape, fingerprint = called_tape, called_tape.fingerprint()
             elif not self.full:
                 fingerprints.add(fingerprint)
@@ -96,7 +116,10 @@ class StructureTable:
         nodes = tape.nodes
         best, alike = None, -1
         for spec in self._specs.values():
-            same = next((i for i, (a, b) in enumerate(zip(nodes, spec.nodes, strict=False)) if a != b), min(len(nodes), len(spec.nodes)))
+            same = next(
+                (i for i, (a, b) in enumerate(zip(nodes, spec.nodes, strict=False)) if a != b),
+                min(len(nodes), len(spec.nodes)),
+            )
             if same > alike:
                 best, alike = spec, same
         if best is None:

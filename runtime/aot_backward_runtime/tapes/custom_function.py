@@ -1,9 +1,10 @@
-"""Check whether the backward of a custom ``autograd.Function`` can be compiled, and digest everything that its result depends on.
+"""Check whether the backward of a custom ``autograd.Function`` can be compiled, and digest everything that its result
+depends on.
 
-A graph holds only the computation of the backward, without other reads or side effects. So a backward is compiled only if it has none: one
-function without closure that only reads its gradients, saved tensors and plain numbers of its context, and only calls torch's operators and
-the builtins listed here. Its code and those numbers are in the digest, which is part of the tape's fingerprint. Every other custom
-function is called in its place, as in eager.
+A graph holds only the computation of the backward, without other reads or side effects. So a backward is compiled only
+if it has none: one function without closure that only reads its gradients, saved tensors and plain numbers of its
+context, and only calls torch's operators and the builtins listed here. Its code and those numbers are in the digest,
+which is part of the tape's fingerprint. Every other custom function is called in its place, as in eager.
 """
 
 from __future__ import annotations
@@ -57,12 +58,50 @@ _STRUCTURE = frozenset(
     ]
 )
 """Allowed attributes that are not operators."""
-_REFUSED = frozenset("item data record_stream retain_grad requires_grad_ set_ resize_ resize_as_ from_file fill_diagonal_ backward".split())  # noqa: SIM905
-_RANDOM = ("rand", "bernoulli", "normal", "uniform", "dropout", "multinomial", "poisson", "exponential", "geometric", "cauchy", "seed")
+_REFUSED = frozenset(
+    [
+        "item",
+        "data",
+        "record_stream",
+        "retain_grad",
+        "requires_grad_",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "from_file",
+        "fill_diagonal_",
+        "backward",
+    ]
+)
+_RANDOM = (
+    "rand",
+    "bernoulli",
+    "normal",
+    "uniform",
+    "dropout",
+    "multinomial",
+    "poisson",
+    "exponential",
+    "geometric",
+    "cauchy",
+    "seed",
+)
 _WRITES = frozenset({
     "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "IMPORT_NAME", "YIELD_VALUE", "SEND", "STORE_DEREF", "DELETE_DEREF",
 })  # fmt: skip
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class _Unplain(Exception):
@@ -82,7 +121,8 @@ class PlainContext:
         return self._name
 
     def fits(self, context: Any) -> bool:
-        """Return whether ``context`` has the same digest. This runs on every pass. ``repr`` distinguishes -0.0 from 0.0 and 1 from True."""
+        """Return whether ``context`` has the same digest. This runs on every pass. ``repr`` distinguishes -0.0 from 0.0
+        and 1 from True."""
         return (
             context._forward_cls is self._forward_cls
             and repr(context.__dict__) == self._numbers
@@ -112,7 +152,12 @@ def _code_of(function: Any) -> Any:
 
 def _read(function: Any, own: frozenset[str]) -> Iterator[str]:
     """Yield the contents of the digest for ``function``. ``own``: names of the context's numbers."""
-    if type(function) is not types.FunctionType or function.__code__.co_freevars or function.__defaults__ or function.__kwdefaults__:
+    if (
+        type(function) is not types.FunctionType
+        or function.__code__.co_freevars
+        or function.__defaults__
+        or function.__kwdefaults__
+    ):
         raise _Unplain
     for code in _nested(function.__code__):
         for step in dis.get_instructions(code):
@@ -138,7 +183,8 @@ def _global(name: str, names: dict[str, Any]) -> str:
 
 @cache
 def _is_allowed(name: str) -> bool:
-    """Return whether an attribute of that name is allowed: a pure torch operator, a dtype, or one of the names above."""
+    """Return whether an attribute of that name is allowed: a pure torch operator, a dtype, or one of the names
+    above."""
     if name in _STRUCTURE or isinstance(getattr(torch, name, None), torch.dtype):
         return True
     if name in _REFUSED or name.startswith(("_", "is_", "get_", "set_")) or any(word in name for word in _RANDOM):

@@ -18,7 +18,8 @@ from .tape import CALLS_OUT, Derived, Op, Slot
 
 Tensors = list[torch.Tensor | None]
 MATERIALIZE = "_aot_backward_materialize_grads"
-"""The attribute of a custom function's context for its ``set_materialize_grads`` argument: the engine's own flag cannot be read."""
+"""The attribute of a custom function's context for its ``set_materialize_grads`` argument: the engine's own flag cannot
+be read."""
 functional: dict[str, Callable[..., Any]] = {}
 """Functional backwards by node type; the engine binds each once per process (``recorder.py``)."""
 
@@ -46,7 +47,14 @@ class Run:
         """``outside``: a context entered while a hook or a custom function is called."""
         self.outside = outside
         self.values: dict[int, Any] = {}
-        self.operands: dict[str, Any] = {"input": inputs, "size": sizes, "scalar": scalars, "hook": hooks, "packed": packed, "value": self.values}
+        self.operands: dict[str, Any] = {
+            "input": inputs,
+            "size": sizes,
+            "scalar": scalars,
+            "hook": hooks,
+            "packed": packed,
+            "value": self.values,
+        }
         self.marks: list[Any] = []  # the tensors' memory and metadata when the pass began (compiled_pass.py)
         self.latest: Op | None = None  # the last node that ran, for error messages
         self.check_nans = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
@@ -98,7 +106,9 @@ class Run:
             if not text.startswith(_TRACING):
                 raise
             text = text.removeprefix(_TRACING)
-            raise RuntimeError(text if self.latest is None else f"Function {self._name(self.latest)} returned an {text}") from None
+            raise RuntimeError(
+                text if self.latest is None else f"Function {self._name(self.latest)} returned an {text}"
+            ) from None
 
     def _name(self, op: Op) -> str:
         """Return eager's name for the node of an "apply" or "custom" operation."""
@@ -160,7 +170,10 @@ class Run:
         hook, packed = self.get(op.operands)
         value = hook(packed)
         if not isinstance(value, torch.Tensor):
-            raise TypeError("Output of saved tensor unpack_hook expected to be a Tensor but got result of type " + type(value).__name__)
+            raise TypeError(
+                "Output of saved tensor unpack_hook expected to be a Tensor but got result of type "
+                + type(value).__name__
+            )
         return [value]
 
     def tensor_pre_hook(self, op: Op) -> Sequence[Any]:
@@ -206,13 +219,18 @@ class _Context:
 
 
 def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differentiable: Sequence[bool]) -> Tensors:
-    """Call the backward of an ``autograd.Function``. ``differentiable``: for each input of the forward, whether it was a tensor."""
+    """Call the backward of an ``autograd.Function``. ``differentiable``: for each input of the forward, whether it was
+    a tensor."""
     function = context._forward_cls
     backward = backward_of(function)
     if any(g is None for g in grads) and context.__dict__.get(MATERIALIZE, True):
         metadata = context._input_metadata
-        grads = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g for g, m in zip(grads, metadata, strict=True)]
-    args = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads  # a torch.compile'd backward frees them early
+        grads = [
+            torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+            for g, m in zip(grads, metadata, strict=True)
+        ]
+    # A torch.compile'd backward frees them early
+    args = (list(grads),) if torch_api.takes_boxed_gradients(function) else grads
     results = backward(_Context(context, saved), *args)
     results = list(results) if isinstance(results, tuple) else [results]
     name = context.name()
@@ -220,7 +238,9 @@ def call_custom(context: Any, saved: Sequence[Any], grads: Sequence[Any], differ
     if len(results) > expected and all(r is None for r in results[expected:]):
         del results[expected:]
     if len(results) != expected:
-        raise RuntimeError(f"function {name} returned an incorrect number of gradients (expected {expected}, got {len(results)})")
+        raise RuntimeError(
+            f"function {name} returned an incorrect number of gradients (expected {expected}, got {len(results)})"
+        )
     for i, (result, input_is_tensor) in enumerate(zip(results, differentiable, strict=True)):
         if result is not None and not input_is_tensor:
             raise RuntimeError(
@@ -243,7 +263,9 @@ def _check_replacement(hook: Any, old: torch.Tensor | None, new: Any) -> None:
     if old is None:
         raise RuntimeError("can't replace a None gradient with a non-None value")
     if new.dtype != old.dtype or new.device.type != old.device.type or new.layout != old.layout:
-        raise RuntimeError(f"hook '{_name_of(hook)}' has changed the type of value (was torch.{_type(old)} got torch.{_type(new)})")
+        raise RuntimeError(
+            f"hook '{_name_of(hook)}' has changed the type of value (was torch.{_type(old)} got torch.{_type(new)})"
+        )
     if new.device != old.device:
         raise RuntimeError(f"hook '{_name_of(hook)}' has changed the device of value")
     if new.shape != old.shape:
@@ -262,7 +284,9 @@ def _replacement_of(hook: Any, old: Sequence[Any], new: Any) -> Sequence[Any]:
     if not isinstance(new, tuple):
         raise TypeError(f"expected tuple, but hook returned '{type(new).__name__}'")
     if len(new) != len(old):
-        raise RuntimeError(f"hook '{_name_of(hook)}' has returned an incorrect number of values (got {len(new)}, but expected {len(old)})")
+        raise RuntimeError(
+            f"hook '{_name_of(hook)}' has returned an incorrect number of values (got {len(new)}, but expected {len(old)})"
+        )
     for before, after in zip(old, new, strict=True):
         if after is not before and after is not None:
             _check_replacement(hook, before, after)

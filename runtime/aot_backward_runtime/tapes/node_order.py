@@ -1,8 +1,10 @@
 """Eager's order of nodes.
 
-Compiled autograd walks the graph depth first; eager runs the ready node that was made last in the forward, leaves first. Both are right,
-but sums of three gradients round differently and hooks run in another order, so a recorded tape is put into eager's order.
-Sources: ``torch/csrc/autograd/engine.cpp`` (``CompareNodeTaskTime``, ``ReadyQueue``), and libstdc++'s heap for ties among leaves.
+Compiled autograd walks the graph depth first; eager runs the ready node that was made last in the forward, leaves
+first. Both are right, but sums of three gradients round differently and hooks run in another order, so a recorded tape
+is put into eager's order.
+Sources: ``torch/csrc/autograd/engine.cpp`` (``CompareNodeTaskTime``, ``ReadyQueue``), and libstdc++'s heap for ties
+among leaves.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ Edge = tuple[Any, int]
 def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str]) -> list[int] | None:
     """Return the engine's node numbers (0 is the root of roots) in eager's order.
 
-    ``roots``, ``inputs``: tensors or gradient edges, as the caller of ``backward`` or ``grad`` gave them. ``names``: the nodes' names in
-    compiled autograd's walk. Return None if the walk from ``roots`` meets other names.
+    ``roots``, ``inputs``: tensors or gradient edges, as the caller of ``backward`` or ``grad`` gave them. ``names``:
+    the nodes' names in compiled autograd's walk. Return None if the walk from ``roots`` meets other names.
     """
     edges = [_edge(root) for root in roots]
     if any(node is None for node, _ in edges):
@@ -35,7 +37,9 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
     def after(node: Any) -> list[Any]:
         successors = following.get(node)
         if successors is None:
-            successors = following[node] = [n for n, _ in node.next_functions if n is not None and (needed is None or n in needed)]
+            successors = following[node] = [
+                n for n, _ in node.next_functions if n is not None and (needed is None or n in needed)
+            ]
         return successors
 
     first = [n for n, _ in edges if needed is None or n in needed]
@@ -89,7 +93,8 @@ def eager_order(roots: Sequence[Any], inputs: Sequence[Any], names: Sequence[str
 
 
 def in_order(ops: Sequence[Op], outputs: Sequence[Any], order: Sequence[int], values: int) -> tuple[Op, ...]:
-    """Return ``ops`` with the blocks of their nodes in ``order``, and every sum of gradients in the resulting order of arrival.
+    """Return ``ops`` with the blocks of their nodes in ``order``, and every sum of gradients in the resulting order of
+    arrival.
 
     ``values``: the first unused number of a value slot.
     """
@@ -118,7 +123,9 @@ def in_order(ops: Sequence[Op], outputs: Sequence[Any], order: Sequence[int], va
 
 def _without_dead(ops: Sequence[Op], outputs: Sequence[Any]) -> tuple[Op, ...]:
     """Mark unread results with -1."""
-    used = {s.index for op in ops for s in slots(op.operands) if s.kind == "value"} | {s.index for s in slots(tuple(outputs)) if s.kind == "value"}
+    used = {s.index for op in ops for s in slots(op.operands) if s.kind == "value"} | {
+        s.index for s in slots(tuple(outputs)) if s.kind == "value"
+    }
     return tuple(replace(op, results=tuple(r if r in used else -1 for r in op.results)) for op in ops)
 
 

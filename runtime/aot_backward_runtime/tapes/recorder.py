@@ -1,12 +1,12 @@
 """The recorder: the autograd engine calls it back to record a pass of unknown structure.
 
-Compiled autograd's C++ walks the graph, builds a key per node, and follows its cache. On a cache miss it gets an object from the factory
-given to ``set_autograd_compiler`` and calls the methods of :class:`Recorder` in the order of its walk. PyTorch's own object
-traces with Dynamo and fake tensors; this one writes a :class:`~.tape.Tape` and computes nothing. The tensors that it returns are only
-stand-ins for slots, so eager can still run a pass that the recorder refuses.
+Compiled autograd's C++ walks the graph, builds a key per node, and follows its cache. On a cache miss it gets an object
+from the factory given to ``set_autograd_compiler`` and calls the methods of :class:`Recorder` in the order of its walk.
+PyTorch's own object traces with Dynamo and fake tensors; this one writes a :class:`~.tape.Tape` and computes nothing.
+The tensors that it returns are only stand-ins for slots, so eager can still run a pass that the recorder refuses.
 
-Nothing here may raise between ``begin_capture`` and ``end_capture``: the current node would keep the stand-ins. Errors are stored in
-:attr:`Recorder.refused` and raised at the end, when the engine has restored everything.
+Nothing here may raise between ``begin_capture`` and ``end_capture``: the current node would keep the stand-ins. Errors
+are stored in :attr:`Recorder.refused` and raised at the end, when the engine has restored everything.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Refused(Exception):
 class Recorded:
     """A recorded pass. ``arranged(order)`` returns the tape for an order of the nodes; ``order`` is that of this pass.
 
-    ``picked``: the engine's tensors that are inputs of the tape. Unread ones are left out: the engine also lifts the present ``.grad`` of each
-    leaf, so the first training step, which has none, would otherwise give another tape than the second.
+    ``picked``: the engine's tensors that are inputs of the tape. Unread ones are left out: the engine also lifts the
+    present ``.grad`` of each leaf, so the first training step, which has none, would otherwise give another tape than
+    the second.
     """
 
     arranged: Callable[[Sequence[int]], Tape]
@@ -48,7 +49,8 @@ class Recorded:
 
 
 class Recorder:
-    """Records one pass. ``finish(recorded, reasons)`` returns the function that the engine then calls for passes of this structure."""
+    """Records one pass. ``finish(recorded, reasons)`` returns the function that the engine then calls for passes of
+    this structure."""
 
     def __init__(self, order: Order, finish: Callable[[Recorded, Sequence[str]], Callable[..., Any]]):
         self._order, self._finish = order, finish
@@ -85,7 +87,9 @@ class Recorder:
         if isinstance(x, torch.Tensor):
             slot = self._slots.get(id(x))
             if slot is None:
-                self.refused = self.refused or f"the engine does not say where a tensor of shape {tuple(x.shape)} comes from"
+                self.refused = (
+                    self.refused or f"the engine does not say where a tensor of shape {tuple(x.shape)} comes from"
+                )
                 return None
             return slot
         if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -119,13 +123,17 @@ class Recorder:
         self._scalars = tuple(type(s).__name__ for s in scalars)
         stand_ins = []
         for i, tensor in enumerate(inputs):
-            # A 0-d tensor that was made from a Python number would come back as that number and become a constant of the tape.
+            # A 0-d tensor that was made from a Python number would come back as that number and become a constant of
+            # the tape.
             alias = tensor.detach() if tensor.dim() else torch.empty((), dtype=tensor.dtype, device=tensor.device)
             if tensor.requires_grad:
                 alias.requires_grad_()
             stand_ins.append(self._stand_in(Slot("input", i), alias))
         symbols = [torch.SymInt(self._symbolic("size", i, v)) for i, v in enumerate(sizes)]
-        lifted = [(torch.SymFloat if type(v) is float else torch.SymInt)(self._symbolic("scalar", i, v)) for i, v in enumerate(scalars)]
+        lifted = [
+            (torch.SymFloat if type(v) is float else torch.SymInt)(self._symbolic("scalar", i, v))
+            for i, v in enumerate(scalars)
+        ]
         self._zeros_mode.open()
         return "aot-backward", stand_ins, symbols, lifted
 
@@ -135,7 +143,9 @@ class Recorder:
     def set_node_origin(self, name: str, index: int, context: Any) -> None:
         self._nodes.append(name)
 
-    def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool = False, is_traceable: bool = True) -> str:
+    def bind_function(
+        self, name: str, function: Callable[..., Any], is_custom: bool = False, is_traceable: bool = True
+    ) -> str:
         if is_custom:
             count = _custom_names[name]
             _custom_names[name] += 1
@@ -144,14 +154,18 @@ class Recorder:
         torch_api.share_functional(name, function, is_traceable)
         return name
 
-    def apply_functional(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
+    def apply_functional(
+        self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]
+    ) -> list[torch.Tensor]:
         if name not in functional and not torch_api.adopt_functional(name, functional):
             self.refused = self.refused or f"the backward of {name} was bound by another autograd compiler"
         results, numbers = self._new(len(metadata))
         self._emit("apply", name, (list(grads), *args), numbers)
         return results
 
-    def validate_outputs(self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]) -> list[torch.Tensor]:
+    def validate_outputs(
+        self, name: str, grads: Sequence[Any], args: Sequence[Any], metadata: Sequence[Any]
+    ) -> list[torch.Tensor]:
         if "validate_outputs" not in functional:
             torch_api.adopt_functional("validate_outputs", functional)
         results, numbers = self._new(len(grads))
@@ -161,14 +175,22 @@ class Recorder:
         return results
 
     def _count_outputs(self) -> None:
-        """Derive the number of gradients of an unbind or split from the sizes: the engine's key of such a node only has the first count."""
+        """Derive the number of gradients of an unbind or split from the sizes: the engine's key of such a node only has
+        the first count."""
         *_, op, validation = self._ops if len(self._ops) > 1 else (None, None)
-        if op is None or validation is None or op.kind != "apply" or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0"):
+        if (
+            op is None
+            or validation is None
+            or op.kind != "apply"
+            or op.name not in ("UnbindBackward0", "SplitBackward0", "UnsafeSplitBackward0")
+        ):
             return
         sizes = validation.operands[1][0][1]
         count = sizes[op.operands[2]]
         if op.name != "UnbindBackward0":
-            rows = Derived("neg", (Derived("floordiv", (Derived("neg", (count,)), Derived("max", (op.operands[-1], 1)))),))
+            rows = Derived(
+                "neg", (Derived("floordiv", (Derived("neg", (count,)), Derived("max", (op.operands[-1], 1)))),)
+            )
             count = Derived("max", (rows, 1))
         grads = list(op.operands[0])
         while grads and grads[-1] is None:
@@ -235,11 +257,15 @@ class Recorder:
         opaque: Sequence[int] = (),
     ) -> tuple[torch.Tensor | None, ...]:
         if state is not None or opaque:
-            self.refused = self.refused or "a torch.compile'd forward keeps hook state or opaque objects for its backward"
+            self.refused = (
+                self.refused or "a torch.compile'd forward keeps hook state or opaque objects for its backward"
+            )
         results, numbers = self._new(len(metadata))
         function = real._forward_cls
         name = f"{function.__module__}.{function.__qualname__}"
-        self._emit("custom", name, (self._hook(context), tuple(saved), list(grads), list(metadata), digest_of(real)), numbers)
+        self._emit(
+            "custom", name, (self._hook(context), tuple(saved), list(grads), list(metadata), digest_of(real)), numbers
+        )
         return tuple(None if m is None else r for m, r in zip(metadata, results, strict=True))
 
     def _zeros(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -253,7 +279,9 @@ class Recorder:
         self._emit("copy_slices_prologue", "", (list(grads), *geometry), numbers)
         return results
 
-    def call_copy_slices_epilogue(self, needed: Sequence[bool], result: torch.Tensor, grads: Sequence[Any], part: torch.Tensor) -> list[torch.Tensor]:
+    def call_copy_slices_epilogue(
+        self, needed: Sequence[bool], result: torch.Tensor, grads: Sequence[Any], part: torch.Tensor
+    ) -> list[torch.Tensor]:
         results, numbers = self._new(len(needed))
         self._emit("copy_slices_epilogue", "", (list(needed), result, list(grads), part), numbers)
         return results
@@ -261,10 +289,14 @@ class Recorder:
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         self._zeros_mode.close()
         if self.decided:
-            self.refused = self.refused or f"the engine branches on the size {self.decided[0].operand} of {self._nodes[-1]}"
+            self.refused = (
+                self.refused or f"the engine branches on the size {self.decided[0].operand} of {self._nodes[-1]}"
+            )
         order = self._order(self._nodes)
         if order is None:
-            self.refused = self.refused or "the order in which eager runs the nodes cannot be derived from the roots of this pass"
+            self.refused = (
+                self.refused or "the order in which eager runs the nodes cannot be derived from the roots of this pass"
+            )
         if self.refused:
             raise Refused(self.refused)
         assert order is not None
@@ -296,7 +328,8 @@ class Recorder:
 
 
 def _before_hooks(output: Any, ops: Sequence[Op]) -> Any:
-    """Return ``output`` before its tensor's hooks, as eager does for a tensor within the graph if the walk continues from it."""
+    """Return ``output`` before its tensor's hooks, as eager does for a tensor within the graph if the walk continues
+    from it."""
     kinds = ("tensor_pre_hook", "cpp_tensor_pre_hook")
     while isinstance(output, Slot) and output.kind == "value":
         op = next(op for op in ops if output.index in op.results)

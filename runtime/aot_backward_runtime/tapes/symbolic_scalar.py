@@ -1,6 +1,7 @@
 """A size or scalar of a pass that is being recorded: the methods of a SymNode that the autograd engine calls.
 
-Arithmetic on it stays an expression (:class:`~.tape.Derived`). ``torch.fx``'s own SymNode needs a ShapeEnv, and with it sympy."""
+Arithmetic on it stays an expression (:class:`~.tape.Derived`). ``torch.fx``'s own SymNode needs a ShapeEnv, and with it
+sympy."""
 
 from __future__ import annotations
 

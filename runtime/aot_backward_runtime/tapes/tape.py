@@ -1,9 +1,9 @@
 """The tape: the operations that the autograd engine would run for one backward pass, in order.
 
-A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it, ``aot_backward.recording.pass_graphs`` traces
-it. In its canonical JSON form every size, scalar and tensor is a slot, so two passes with one :meth:`Tape.fingerprint` differ only in
-those. A tape that was read back can be compared and printed but not run: its functional backwards are C++ callables that the engine
-provides when it first meets a node type.
+A tape is a list of operations over slots. ``recorder.py`` writes it, :mod:`.interpreter` runs it,
+``aot_backward.recording.pass_graphs`` traces it. In its canonical JSON form every size, scalar and tensor is a slot, so
+two passes with one :meth:`Tape.fingerprint` differ only in those. A tape that was read back can be compared and printed
+but not run: its functional backwards are C++ callables that the engine provides when it first meets a node type.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ VERSION = 1
 class Slot:
     """An operand that differs between passes.
 
-    ``kind``: "input" (a lifted tensor), "size", "scalar", "hook" (a Python callable or a custom function's context), "packed" (data that a
-    saved-tensor hook packed), each numbered in the engine's order; or "value", the result of an earlier operation.
+    ``kind``: "input" (a lifted tensor), "size", "scalar", "hook" (a Python callable or a custom function's context),
+    "packed" (data that a saved-tensor hook packed), each numbered in the engine's order; or "value", the result of an
+    earlier operation.
     """
 
     kind: str
@@ -45,7 +46,8 @@ _LETTER = {"input": "t", "size": "s", "scalar": "c", "hook": "h", "packed": "p",
 
 @dataclass(frozen=True)
 class Derived:
-    """A size computed from others: ``operator`` is a name of :mod:`operator` ("add", "mul", "floordiv", …) or "min" or "max"."""
+    """A size computed from others: ``operator`` is a name of :mod:`operator` ("add", "mul", "floordiv", …) or "min" or
+    "max"."""
 
     operator: str
     operands: tuple[Any, ...]
@@ -79,8 +81,9 @@ CALLS_OUT = HOOKS | {"custom"}
 class Op:
     """One operation. ``name``: the node type for "apply", the function for "custom", else "".
 
-    ``operands``: slots, derived sizes and constants (None, bool, int, float, complex, str, device, dtype, layout), nested in lists and tuples.
-    ``results``: numbers of the "value" slots that it fills, -1 for a dropped result. ``node``: the number of its autograd node.
+    ``operands``: slots, derived sizes and constants (None, bool, int, float, complex, str, device, dtype, layout),
+    nested in lists and tuples. ``results``: numbers of the "value" slots that it fills, -1 for a dropped result.
+    ``node``: the number of its autograd node.
     """
 
     kind: str
@@ -96,10 +99,11 @@ class Op:
 
 @dataclass(frozen=True)
 class Tape:
-    """One backward pass. ``outputs``: the results of :func:`torch.autograd.grad`, value slots or None; empty for ``backward()``.
+    """One backward pass. ``outputs``: the results of :func:`torch.autograd.grad`, value slots or None; empty for
+    ``backward()``.
 
-    ``inputs``, ``sizes``, ``hooks``, ``packed``: the number of slots of each kind. ``scalars``: their types. ``nodes``: the autograd nodes' names.
-    """
+    ``inputs``, ``sizes``, ``hooks``, ``packed``: the number of slots of each kind. ``scalars``: their types. ``nodes``:
+    the autograd nodes' names."""
 
     ops: tuple[Op, ...]
     outputs: tuple[Any, ...]
@@ -111,8 +115,16 @@ class Tape:
     nodes: tuple[str, ...] = field(default=(), metadata={"derived": True})
 
     def __str__(self) -> str:
-        counts = {"tensors": self.inputs, "sizes": self.sizes, "scalars": len(self.scalars), "hooks": self.hooks, "packed": self.packed}
-        head = f"tape of {len(self.nodes)} nodes, {len(self.ops)} operations; " + ", ".join(f"{n} {k}" for k, n in counts.items() if n)
+        counts = {
+            "tensors": self.inputs,
+            "sizes": self.sizes,
+            "scalars": len(self.scalars),
+            "hooks": self.hooks,
+            "packed": self.packed,
+        }
+        head = f"tape of {len(self.nodes)} nodes, {len(self.ops)} operations; " + ", ".join(
+            f"{n} {k}" for k, n in counts.items() if n
+        )
         lines, last = [head], -1
         for op in self.ops:
             if op.node != last and 0 <= op.node < len(self.nodes):
@@ -124,7 +136,8 @@ class Tape:
 
     @property
     def canonical(self) -> str:
-        """The canonical JSON form: keys sorted, no spaces, without the nodes' names and numbers, which do not affect the result."""
+        """The canonical JSON form: keys sorted, no spaces, without the nodes' names and numbers, which do not affect
+        the result."""
         form: dict[str, Any] = {"version": VERSION, "torch": ".".join(torch.__version__.split(".")[:2])}
         for f in fields(self):
             if not f.metadata.get("derived"):
@@ -143,7 +156,10 @@ class Tape:
     @cached_property
     def order_matters(self) -> bool:
         """True if Python code can observe eager's order of nodes."""
-        return any(op.kind in CALLS_OUT and op.kind != "unpack_hook" and n not in self.plain_customs for n, op in enumerate(self.ops))
+        return any(
+            op.kind in CALLS_OUT and op.kind != "unpack_hook" and n not in self.plain_customs
+            for n, op in enumerate(self.ops)
+        )
 
     @cached_property
     def order_rounds(self) -> bool:
@@ -172,10 +188,13 @@ class Tape:
 
     def name_of(self, op: Op) -> str:
         """Return the node of ``op``, as text."""
-        return f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
+        return (
+            f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
+        )
 
     def leaf_after(self, node: int) -> int | None:
-        """Return the input number of the first leaf that gets a gradient from ``node``: a parameter of its layer or of the one before."""
+        """Return the input number of the first leaf that gets a gradient from ``node``: a parameter of its layer or of
+        the one before."""
         reached: set[int] = set()
         for op in self.ops:
             if op.node == node or any(s.kind == "value" and s.index in reached for s in slots(op.operands)):
@@ -191,12 +210,16 @@ class Tape:
 
     def redigested(self, digests: Mapping[int, str]) -> Tape:
         """Return the same pass with other digests, by the number of the operation."""
-        ops = tuple(replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op for n, op in enumerate(self.ops))
+        ops = tuple(
+            replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op
+            for n, op in enumerate(self.ops)
+        )
         return replace(self, ops=ops)
 
 
 _POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackward0": (2, 4)}
-"""The operands that are positions, by node type. The first one of ``AsStridedBackward0`` is a geometry: only its last part is a position."""
+"""The operands that are positions, by node type. The first one of ``AsStridedBackward0`` is a geometry: only its last
+part is a position."""
 
 
 def _positions(op: Op) -> Sequence[Any]:

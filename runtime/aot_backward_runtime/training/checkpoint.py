@@ -1,15 +1,17 @@
 """The file format of saved training states: tensors by name, and JSON about them (steps made, learning rates).
 
-It is an ordinary safetensors file, so other programs can read its tensors. The training state's other data is in the header's ``__metadata__``.
-Every value there is a string:
+It is an ordinary safetensors file, so other programs can read its tensors. The training state's other data is in the
+header's ``__metadata__``. Every value there is a string:
 
-===============  =====================================================================================================================
+===============
+=====================================================================================================================
 ``format``       ``aot-backward state``
 ``version``      ``1``
 ``sha256``       of the whole file, with zeros in place of these 64 digits: header and data are one undamaged state
-``complex128``   names, as a JSON list, of tensors stored as F64 with a last dimension of 2, because safetensors lacks their dtype
-``about``        a JSON object, nested at most 64 deep, no key twice; NaN and infinities are written as Python does
-===============  =====================================================================================================================
+``complex128``   names, as a JSON list, of tensors stored as F64 with a last dimension of 2, because safetensors lacks
+their dtype ``about``        a JSON object, nested at most 64 deep, no key twice; NaN and infinities are written as
+Python does ===============
+=====================================================================================================================
 
 Versions (newest first):
     1  2026-11-21  first
@@ -31,7 +33,16 @@ import torch
 from ..errors import PackageError, StateError
 from ..format.atomic_file import replacing
 from ..format.json_keys import unique_keys
-from ..format.safetensors_header import LARGEST_HEADER, METADATA, Header, Stored, parse_header, read_header_text, stored_as, write_header
+from ..format.safetensors_header import (
+    LARGEST_HEADER,
+    METADATA,
+    Header,
+    Stored,
+    parse_header,
+    read_header_text,
+    stored_as,
+    write_header,
+)
 from ..native.tensor_bytes import TORCH_DTYPES, dtype_name, memory_of, tensor_chunks
 
 FORMAT, VERSION = "aot-backward state", "1"
@@ -43,8 +54,8 @@ _CHUNK = 1 << 20  # bytes written or read at a time: bounds the copies for the d
 def write_state(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> None:
     """Write ``path``, or the target of that link, atomically.
 
-    ``about`` must be JSON data: tuples come back as lists, keys as strings. Tensors may be on any device, and come back row-major. Raises
-    :class:`StateError`. After an error, or if the process is killed, the old file is untouched."""
+    ``about`` must be JSON data: tuples come back as lists, keys as strings. Tensors may be on any device, and come back
+    row-major. Raises :class:`StateError`. After an error, or if the process is killed, the old file is untouched."""
     path = Path(path)
     plain = {name: tensor.detach() for name, tensor in tensors.items()}
     for name, tensor in plain.items():
@@ -59,7 +70,9 @@ def write_state(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor
         with replacing(_target(path)) as file:
             _write(file, start, [plain[name] for name in order])
     except OSError as error:
-        raise StateError(f"cannot save training state {path}: {error.strerror or error}; nothing was changed") from error
+        raise StateError(
+            f"cannot save training state {path}: {error.strerror or error}; nothing was changed"
+        ) from error
 
 
 def read_state(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -94,7 +107,9 @@ def _write_header(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any])
         "complex128": json.dumps([name for name, t in tensors.items() if t.dtype == torch.complex128]),
         "about": json.dumps(dict(about)),
     }
-    start, order = write_header({name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()}, metadata)
+    start, order = write_header(
+        {name: stored_as(dtype_name(t), tuple(t.shape)) for name, t in tensors.items()}, metadata
+    )
     if len(start) - 8 > LARGEST_HEADER:
         raise PackageError(f"the header has {len(start)} bytes; at most {LARGEST_HEADER} are allowed")
     _about(parse_header(start[8:]))  # a file that read_state would refuse must not replace one that it accepts
@@ -120,20 +135,30 @@ def _read(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, torch.Tensor
         text = read_header_text(file, size)
         header = parse_header(text)
     except PackageError as error:
-        raise StateError(f"cannot read training state {path}: it is not a safetensors file, or is damaged or cut short: {error}") from error
+        raise StateError(
+            f"cannot read training state {path}: it is not a safetensors file, or is damaged or cut short: {error}"
+        ) from error
     if header.metadata.get("format") != FORMAT:
         raise StateError(f"{path} is not a training state: was it written by step.save()?")
     version = header.metadata.get("version")
     if version != VERSION:
-        raise StateError(f"{path} is a training state of version {version!r}; this runtime reads {VERSION!r}: install the one that wrote it")
+        raise StateError(
+            f"{path} is a training state of version {version!r}; this runtime reads {VERSION!r}: install the one that wrote it"
+        )
     if size != header.size:
         problem = "was cut short" if size < header.size else "has bytes left over"
-        raise StateError(f"corrupt training state {path}: it {problem}: it has {size} bytes, but its header says {header.size}")
+        raise StateError(
+            f"corrupt training state {path}: it {problem}: it has {size} bytes, but its header says {header.size}"
+        )
     try:
         expected = header.metadata.get("sha256", "")
-        digest = hashlib.sha256(struct.pack("<Q", len(text)) + text.replace(expected.encode(errors="replace"), _BLANK.encode(), 1))
+        digest = hashlib.sha256(
+            struct.pack("<Q", len(text)) + text.replace(expected.encode(errors="replace"), _BLANK.encode(), 1)
+        )
         complex_names = _complex_names(header)
-        tensors = {name: _tensor(file, name, place, name in complex_names, digest) for name, place in header.tensors.items()}
+        tensors = {
+            name: _tensor(file, name, place, name in complex_names, digest) for name, place in header.tensors.items()
+        }
         if digest.hexdigest() != expected:
             raise PackageError(f"SHA-256 is {digest.hexdigest()}, expected {expected[:64]!r}")
         return tensors, _about(header)

@@ -1,4 +1,5 @@
-"""The contents of a saved training state, to and from tensors by name and JSON (:mod:`.checkpoint` is the file's format)."""
+"""The contents of a saved training state, to and from tensors by name and JSON (:mod:`.checkpoint` is the file's
+format)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .state import COUNTERS, MALFORMED, Change, TrainingState, counter, malforme
 
 
 def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, torch.Tensor], extra: Any) -> None:
-    """Save ``own``. ``random``: the states of :mod:`.rng_state`. ``extra``: the caller's JSON data. Raises :class:`StateError`."""
+    """Save ``own``. ``random``: the states of :mod:`.rng_state`. ``extra``: the caller's JSON data. Raises
+    :class:`StateError`."""
     tensors = {f"module/{n}": t for n, t in own.module.items()} | {f"loss/{n}": t for n, t in own.loss.items()}
     tensors |= {f"optimizer/{key}/{names[0]}": t for key, names, t in own.all_slots}
     if own.accumulated:
@@ -23,7 +25,10 @@ def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, 
     tensors |= {f"random/{n}": t for n, t in random.items()}
     about = {
         "optimizer": own.spec.optimizer,
-        "groups": [{"parameters": list(s.parameters), "options": plain(g.options())} for s, g in zip(own.spec.groups, own.groups, strict=True)],
+        "groups": [
+            {"parameters": list(s.parameters), "options": plain(g.options())}
+            for s, g in zip(own.spec.groups, own.groups, strict=True)
+        ],
         "fresh": own.fresh,
         **own.counters(),
         "scaler": own.scaler.state_dict() if own.scaler is not None else None,
@@ -33,8 +38,8 @@ def save(own: TrainingState, path: str | os.PathLike[str], random: Mapping[str, 
 
 
 def read(own: TrainingState, path: str | os.PathLike[str], random: bool) -> tuple[Change, dict[str, torch.Tensor], Any]:
-    """Read a file written by :func:`save`. Return the checked change for ``own.replace``, the random states by name (checked if ``random``), and
-    ``extra``."""
+    """Read a file written by :func:`save`. Return the checked change for ``own.replace``, the random states by name
+    (checked if ``random``), and ``extra``."""
     tensors, about = checkpoint.read_state(path)
     try:
         return _checked(own, tensors, about, random)
@@ -51,15 +56,25 @@ def _checked(
     if saved_groups != own_groups:
         mismatches = sorted({n for g in saved_groups for n in g} ^ {n for g in own_groups for n in g})
         raise StateError(f"its parameter groups differ from this step's{' in ' + mismatches[0] if mismatches else ''}")
-    parts: dict[str, dict[str, torch.Tensor]] = {"module": {}, "loss": {}, "optimizer": {}, "gradient": {}, "random": {}}
+    parts: dict[str, dict[str, torch.Tensor]] = {
+        "module": {},
+        "loss": {},
+        "optimizer": {},
+        "gradient": {},
+        "random": {},
+    }
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         parts[kind][rest] = tensor
     copies = matching("module", own.module, parts["module"], True) + matching("loss", own.loss, parts["loss"], True)
-    copies += matching("optimizer", {f"{key}/{names[0]}": t for key, names, t in own.all_slots}, parts["optimizer"], True)
+    copies += matching(
+        "optimizer", {f"{key}/{names[0]}": t for key, names, t in own.all_slots}, parts["optimizer"], True
+    )
     counters = {name: counter(name, about[name]) for name in COUNTERS}
     if counters["accumulated"] and not own.gradients:
-        raise StateError(f"it has accumulated gradients of {counters['accumulated']} calls, and this step was exported without accumulate=True")
+        raise StateError(
+            f"it has accumulated gradients of {counters['accumulated']} calls, and this step was exported without accumulate=True"
+        )
     copies += matching("gradient", own.gradients if counters["accumulated"] else {}, parts["gradient"], True)
     options = [g["options"] for g in about["groups"]]
     own.check_options(options)
@@ -67,7 +82,9 @@ def _checked(
     if not isinstance(fresh, bool):
         raise StateError(f"fresh is {fresh!r}; expected true or false")
     if (scaler is None) != (own.scaler is None):
-        raise StateError(f"it has {'no' if scaler is None else 'a'} loss scale, and this step has {'one' if scaler is None else 'none'}")
+        raise StateError(
+            f"it has {'no' if scaler is None else 'a'} loss scale, and this step has {'one' if scaler is None else 'none'}"
+        )
     if own.scaler is not None:
         own.scaler.check(scaler)
     for name, state in parts["random"].items() if random else ():

@@ -1,4 +1,5 @@
-"""A training step on several processes of ``torch.distributed``: gradients averaged, state and buffers equal on all ranks."""
+"""A training step on several processes of ``torch.distributed``: gradients averaged, state and buffers equal on all
+ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist  # imported only if processes are requested; plain `import torch` has loaded torch.distributed already
+
+# Imported only if processes are requested; plain `import torch` has loaded torch.distributed already
+import torch.distributed as dist
 
 from ..errors import AotBackwardError, DistributedError
 from .gradient_buckets import Buckets
@@ -20,14 +23,21 @@ _BROADCAST = 250 << 20  # DDP's broadcast_bucket_size: bytes that a broadcast of
 class Replicas:
     """The copies of one training state, one per process of ``group``: they start equal and make the same updates.
 
-    ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of rank 0 before a forward.
-    All methods except ``move_gradients`` are collectives, which every process must call in the same order.
+    ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of
+    rank 0 before a forward. All methods except ``move_gradients`` are collectives, which every process must call in the
+    same order.
     """
 
     def __init__(
-        self, state: TrainingState, group: dist.ProcessGroup | None, broadcast_buffers: bool, bucket_mb: float | None, order: Sequence[str] | None
+        self,
+        state: TrainingState,
+        group: dist.ProcessGroup | None,
+        broadcast_buffers: bool,
+        bucket_mb: float | None,
+        order: Sequence[str] | None,
     ):
-        gradients = {n: state.gradients[n] for n in state.parameters if n in state.gradients}  # in the module's order, as DDP takes them
+        # In the module's order, as DDP takes them
+        gradients = {n: state.gradients[n] for n in state.parameters if n in state.gradients}
         buckets = Buckets(
             [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in gradients.items()],
             25.0 if bucket_mb is None else bucket_mb,
@@ -38,7 +48,8 @@ class Replicas:
         self._state = state
         self.broadcasts_buffers = broadcast_buffers and bool(state.buffers)
         self.buffers_due = True
-        """True if the next forward shares the buffers first: DDP's rule, unless the previous forward was within ``no_sync``."""
+        """True if the next forward shares the buffers first: DDP's rule, unless the previous forward was within
+        ``no_sync``."""
 
     def move_gradients(self) -> None:
         """Move the state's gradients into the buckets, as views with the same values."""
@@ -80,11 +91,11 @@ class Collectives:
         self._scale = 1.0 / self.world
 
     def average(self, first: bool = False) -> None:
-        """Replace the gradients in the buckets by their mean over all ranks. Return when this is done (on CUDA: when the current stream will wait
-        for it).
+        """Replace the gradients in the buckets by their mean over all ranks. Return when this is done (on CUDA: when
+        the current stream will wait for it).
 
-        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. This changes bits only with three or more processes,
-        so it is done only then."""
+        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. This changes bits only
+        with three or more processes, so it is done only then."""
         with torch.no_grad():
             if not first or self.world < 3:
                 self._sum(self.buckets.flat)
@@ -96,17 +107,19 @@ class Collectives:
                     member.copy_(part)
 
     def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Copy the values of ``tensors`` from rank ``source``: parameters once, buffers before each forward as DDP's broadcast_buffers.
+        """Copy the values of ``tensors`` from rank ``source``: parameters once, buffers before each forward as DDP's
+        broadcast_buffers.
 
-        They must have the same sizes, dtypes and order on all ranks. They are sent as bytes, whatever their dtypes, in one broadcast per device.
-        """
+        They must have the same sizes, dtypes and order on all ranks. They are sent as bytes, whatever their dtypes, in
+        one broadcast per device."""
         with torch.no_grad():
             for device in dict.fromkeys(t.device for t in tensors):
                 for chunk in _chunks([t for t in tensors if t.device == device]):
                     self._broadcast(chunk, source)
 
     def check_same(self, text: str) -> None:
-        """Raise, on every rank, if ``text`` (such as the package's digest) or the layout of the buckets differs from rank 0's."""
+        """Raise, on every rank, if ``text`` (such as the package's digest) or the layout of the buckets differs from
+        rank 0's."""
         lines = [*text.splitlines(), *self.buckets.layout]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device())
@@ -118,7 +131,9 @@ class Collectives:
         self._run("comparing packages", lambda: dist.all_gather_object(everyone, lines, group=self._group))
         differing = [rank for rank, rank_lines in enumerate(everyone) if rank_lines != everyone[0]]
         other = differing[0]
-        other_line, first_line = next((a, b) for a, b in zip_longest(everyone[other], everyone[0], fillvalue="nothing") if a != b)
+        other_line, first_line = next(
+            (a, b) for a, b in zip_longest(everyone[other], everyone[0], fillvalue="nothing") if a != b
+        )
         who = f"rank {other} holds" if len(differing) == 1 else f"ranks {', '.join(map(str, differing))} hold"
         raise DistributedError(
             f"rank {self.rank} of {self.world}: {who} another package or other gradients than rank 0: "
@@ -129,11 +144,15 @@ class Collectives:
         """Return ``tensors`` of all ranks: rank 0's by their own names, rank 3's by "name/3"."""
         everyone: list[Any] = [None] * self.world
         self._run("gathering tensors", lambda: dist.all_gather_object(everyone, dict(tensors), group=self._group))
-        return {f"{name}/{rank}" if rank else name: t for rank, rank_tensors in enumerate(everyone) for name, t in rank_tensors.items()}
+        return {
+            f"{name}/{rank}" if rank else name: t
+            for rank, rank_tensors in enumerate(everyone)
+            for name, t in rank_tensors.items()
+        }
 
     def by_first(self, action: Callable[[], Any]) -> Any:
-        """Call ``action`` on rank 0 only, and return its result on every rank. Raise its exception on every rank too; the others get an
-        :class:`AotBackwardError` unchanged, anything else inside a :class:`DistributedError`."""
+        """Call ``action`` on rank 0 only, and return its result on every rank. Raise its exception on every rank too;
+        the others get an :class:`AotBackwardError` unchanged, anything else inside a :class:`DistributedError`."""
         raised: Exception | None = None
         value = None
         if self.rank == 0:
@@ -141,7 +160,11 @@ class Collectives:
                 value = action()
             except Exception as error:
                 raised = error
-        shared_error = raised if raised is None or isinstance(raised, AotBackwardError) else DistributedError(f"rank 0 failed: {raised!r}")
+        shared_error = (
+            raised
+            if raised is None or isinstance(raised, AotBackwardError)
+            else DistributedError(f"rank 0 failed: {raised!r}")
+        )
         outcome: list[Any] = [shared_error, value]
         self._run("waiting for rank 0", lambda: dist.broadcast_object_list(outcome, group=self._group, group_src=0))
         if self.rank == 0 and raised is not None:
@@ -156,7 +179,8 @@ class Collectives:
 
     def _sum(self, flat: Iterable[torch.Tensor]) -> None:
         def run() -> None:
-            # Scale before the sum, as DDP does: dividing afterwards gives other bits, and float16 could overflow in the sum.
+            # Scale before the sum, as DDP does: dividing afterwards gives other bits, and float16 could overflow in the
+            # sum.
             works = [dist.all_reduce(bucket.mul_(self._scale), group=self._group, async_op=True) for bucket in flat]
             for work in works:
                 work.wait()

@@ -1,4 +1,5 @@
-"""The factor that scales a step's loss, so that small gradients in float16 do not vanish: the rule of ``torch.amp.GradScaler``."""
+"""The factor that scales a step's loss, so that small gradients in float16 do not vanish: the rule of
+``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ class LossScale:
     It follows the rule of ``torch.amp.GradScaler``.
 
     Attributes:
-        backoff_factor: The scale is multiplied by it after a skipped update. You may set it to a positive number; 0.5 at first.
-        growth_factor: The scale is multiplied by it after ``growth_interval`` updates in a row. You may set it to a positive number; 2 at first.
-        growth_interval: The number of these updates. You may set it to a positive int; 2000 at first.
+        backoff_factor: The scale is multiplied by it after a skipped update. You may set it to a positive number; 0.5
+            at first.
+        growth_factor: The scale is multiplied by it after ``growth_interval`` updates in a row. You may set it to a
+        positive number; 2 at first. growth_interval: The number of these updates. You may set it to a positive int;
+        2000 at first.
 
     Examples:
         >>> step = load("scaled.pt2").step()
@@ -42,8 +45,14 @@ class LossScale:
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             kinds = (int,) if name == "growth_interval" else (int, float)
-            if name not in ("growth_factor", "backoff_factor", "growth_interval") or type(value) not in kinds or not 0 < value <= _MAX_FLOAT:
-                raise StateError(f"the loss scale's {name} is set to {value!r:.60}; growth_factor, backoff_factor and growth_interval are positive")
+            if (
+                name not in ("growth_factor", "backoff_factor", "growth_interval")
+                or type(value) not in kinds
+                or not 0 < value <= _MAX_FLOAT
+            ):
+                raise StateError(
+                    f"the loss scale's {name} is set to {value!r:.60}; growth_factor, backoff_factor and growth_interval are positive"
+                )
         super().__setattr__(name, value)
 
     def get_scale(self) -> float:
@@ -69,7 +78,8 @@ class LossScale:
         self.write()
 
     def update(self, finite: bool, call: object = None) -> None:
-        """Adjust the scale after an update that was made, or skipped because a gradient was not finite. A repeated ``call`` changes nothing."""
+        """Adjust the scale after an update that was made, or skipped because a gradient was not finite. A repeated
+        ``call`` changes nothing."""
         scale, tracker, last = self._now
         if call is None or last is not call:
             if not finite:
@@ -102,10 +112,16 @@ class LossScale:
         """Raise :class:`StateError` if ``state`` is not a valid :meth:`state_dict`."""
         expected = self.state_dict()
         if not isinstance(state, Mapping) or state.keys() != expected.keys():
-            raise StateError(f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it")
+            raise StateError(
+                f"the state of the loss scale is {state!r:.120}; expected {sorted(expected)}, as torch.amp.GradScaler has it"
+            )
         for key, value in state.items():
             is_int = key in ("growth_interval", "_growth_tracker")
-            if type(value) not in ((int,) if is_int else (int, float)) or not 0 <= value <= _MAX_FLOAT or (key != "_growth_tracker" and not value):
+            if (
+                type(value) not in ((int,) if is_int else (int, float))
+                or not 0 <= value <= _MAX_FLOAT
+                or (key != "_growth_tracker" and not value)
+            ):
                 raise StateError(f"the loss scale's {key} is {value!r:.60}; expected a positive number")
         if not 0 < _float32(state["scale"]) < math.inf:
             raise StateError(f"the loss scale is {state['scale']!r}; expected a positive, finite number")

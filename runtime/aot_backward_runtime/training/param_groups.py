@@ -1,4 +1,5 @@
-"""The parameter groups of a loaded step: dicts like an optimizer's, but their numbers are elements of a vector that native code reads."""
+"""The parameter groups of a loaded step: dicts like an optimizer's, but their numbers are elements of a vector that
+native code reads."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class Numbers:
     """The vector of numbers that the graphs read (:class:`NumberSpec`)."""
 
     def __init__(self, spec: StepSpec, vector: torch.Tensor, touched: list[bool]):
-        """``touched[0]`` is True while numbers are being written. If an interrupt leaves it True, the next call writes them again."""
+        """``touched[0]`` is True while numbers are being written. If an interrupt leaves it True, the next call writes
+        them again."""
         self.touched = touched
         self.optimizer = spec.optimizer.rpartition(".")[2]
         self._places: dict[tuple[int, str, int], tuple[NumberSpec, torch.Tensor]] = {}
@@ -53,18 +55,21 @@ class Numbers:
             self._flags[place].fill_(float(flag))
 
     def positions(self, group: int, key: str) -> list[int]:
-        """Return the positions of the numbers of ``key``: [-1] for a single number, indices for a list, or an empty list."""
+        """Return the positions of the numbers of ``key``: [-1] for a single number, indices for a list, or an empty
+        list."""
         return [p for g, k, p in self._places if (g, k) == (group, key)]
 
     def check(self, group: int, key: str, position: int, value: Any) -> float:
-        """Return ``value`` as a float, within the intervals that the code was compiled for. :class:`InputError` names them."""
+        """Return ``value`` as a float, within the intervals that the code was compiled for. :class:`InputError` names
+        them."""
         spec, _ = self._places[group, key, position]
         label = _label(group, key, position)
         try:
             if isinstance(value, (str, bytes, bytearray)):
                 raise TypeError("float() would read it")
             number = float(value)
-        except (OverflowError, RuntimeError, TypeError, ValueError) as error:  # RuntimeError: a tensor that is complex or on the meta device
+        # RuntimeError: a tensor that is complex or on the meta device
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             text = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
             raise InputError(f"{label} is {text}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
@@ -89,14 +94,17 @@ class Numbers:
 
 
 class Group(dict[str, Any]):
-    """One parameter group. Setting a number changes the value that native code reads. Setting an option that is fixed in that code raises
-    :class:`InputError`. Other keys (``initial_lr``) are the caller's own."""
+    """One parameter group. Setting a number changes the value that native code reads. Setting an option that is fixed
+    in that code raises :class:`InputError`. Other keys (``initial_lr``) are the caller's own."""
 
-    def __init__(self, numbers: Numbers, index: int, spec: GroupSpec, params: list[torch.Tensor], on_params: Callable[[], None]):
+    def __init__(
+        self, numbers: Numbers, index: int, spec: GroupSpec, params: list[torch.Tensor], on_params: Callable[[], None]
+    ):
         options = options_of(spec)
         super().__init__({"params": params, **options})
         self._numbers, self._index, self._on_params = numbers, index, on_params
-        self.own = options.keys() & numbers.defaults.keys()  # other options, like a schedule's initial_lr, are the caller's
+        # Other options, like a schedule's initial_lr, are the caller's
+        self.own = options.keys() & numbers.defaults.keys()
         self._fixed = {k for k in options if not numbers.positions(index, k)}
         self._tuples = {k for k, v in options.items() if isinstance(v, list)}
         for key in self._tuples:
@@ -114,7 +122,9 @@ class Group(dict[str, Any]):
     def check(self, key: str, value: Any) -> None:
         """Raise :class:`InputError` if ``value`` may not be set."""
         if key == "params":
-            raise InputError("the parameters of a group are fixed in the compiled step; export a step with other groups")
+            raise InputError(
+                "the parameters of a group are fixed in the compiled step; export a step with other groups"
+            )
         if key in self._fixed and _differ(value, super().__getitem__(key)):
             raise InputError(
                 f"{_label(self._index, key, -1)} is fixed in the compiled step at {super().__getitem__(key)!r}, got {value!r}: export a step for it"
@@ -149,7 +159,9 @@ class Group(dict[str, Any]):
             raise InputError(f"{_label(self._index, key, -1)} is {value!r}; expected {len(before)} numbers")
         for i, (old, new) in enumerate(zip(before, value, strict=True)):
             if i not in positions and _differ(old, new):
-                raise InputError(f"{_label(self._index, key, i)} is fixed in the compiled step at {old!r}, got {new!r}: export a step for it")
+                raise InputError(
+                    f"{_label(self._index, key, i)} is fixed in the compiled step at {old!r}, got {new!r}: export a step for it"
+                )
         return [(p, value[p]) for p in positions]
 
     def update(self, *args: Any, **kwargs: Any) -> None:

@@ -30,7 +30,9 @@ def check(name: str, state: torch.Tensor) -> None:
     """Raise :class:`StateError` if torch's generator refuses ``state``. It is tested on a new generator."""
     kind = name.partition("/")[0]
     if state.dtype != torch.uint8 or state.dim() != 1:
-        raise StateError(f"the random state {name!r} is {state.dtype} of shape {tuple(state.shape)}; expected uint8 of one dimension")
+        raise StateError(
+            f"the random state {name!r} is {state.dtype} of shape {tuple(state.shape)}; expected uint8 of one dimension"
+        )
     if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
         try:
             torch.Generator(kind).set_state(state)

@@ -1,4 +1,5 @@
-"""The state that a training step changes: parameters, buffers, optimizer state, accumulated gradients, parameter groups' numbers, counters."""
+"""The state that a training step changes: parameters, buffers, optimizer state, accumulated gradients, parameter
+groups' numbers, counters."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ from .param_groups import Group, Numbers, plain
 Metadata = tuple[list[dict[str, Any]], dict[str, int], bool, dict[str, Any] | None]
 COUNTERS = ("count", "skipped", "accumulated")
 MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
-"""Exceptions from reading a state of another structure: other nesting, missing keys, numbers and tensors of other kinds."""
+"""Exceptions from reading a state of another structure: other nesting, missing keys, numbers and tensors of other
+kinds."""
 _MAX_COUNT = 1 << 62  # exclusive: the C library counts on from it in 64 bits
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that choose among eager's implementations of the same computation."""
 _LOSS = "loss_fn."
 _AVERAGE, AVERAGED = "ema.", "n_averaged"
-"""Names in the entry's state of the averages of parameters (``export_step(ema=…)``), and of the number of updates in them."""
+"""Names in the entry's state of the averages of parameters (``export_step(ema=…)``), and of the number of updates in
+them."""
 
 
 class TrainingState:
@@ -43,11 +46,14 @@ class TrainingState:
         on_params: Callable[[], None],
         touched: list[bool],
     ):
-        """``others``: the rest of the entry's state by name. ``persistent``: the names in the module's ``state_dict``. ``touched``: see
-        :class:`Numbers`."""
+        """``others``: the rest of the entry's state by name. ``persistent``: the names in the module's ``state_dict``.
+        ``touched``: see :class:`Numbers`."""
         self.spec, self.parameters, self.buffers, self._persistent = spec, parameters, buffers, persistent
         self.numbers = Numbers(spec, others["numbers"], touched)
-        self.groups = [Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params) for n, g in enumerate(spec.groups)]
+        self.groups = [
+            Group(self.numbers, n, g, [parameters[p] for p in g.parameters], on_params)
+            for n, g in enumerate(spec.groups)
+        ]
         self.slots = [(s.key, s.parameters, others[s.state]) for s in spec.state if not _is_average(s.state)]
         self.averages = {s.parameters[0]: others[s.state] for s in spec.state if s.state.startswith(_AVERAGE)}
         self.averaged = others.get(AVERAGED)
@@ -60,7 +66,8 @@ class TrainingState:
             if s.starts_as >= 0:
                 self.numbers.add_initialised(s.starts_as, others[s.state])
         self.updates: tuple[int, object] = (0, None)
-        """The number of updates, and the call that made the last: after an interrupt, a repeated call is not counted twice."""
+        """The number of updates, and the call that made the last: after an interrupt, a repeated call is not counted
+        twice."""
         self._skips: tuple[int, object] = (0, None)
         self._adds: tuple[int, object] = (0, None)
         self.fresh = spec.fresh
@@ -118,7 +125,8 @@ class TrainingState:
             self._skips = (self._skips[0] + 1, call)
 
     def record_accumulation(self, call: object) -> None:
-        """Count ``call``, whose gradients were accumulated. :meth:`set_accumulated` sets whether native code adds the next ones to them."""
+        """Count ``call``, whose gradients were accumulated. :meth:`set_accumulated` sets whether native code adds the
+        next ones to them."""
         if self._adds[1] is not call:
             self._adds = (self._adds[0] + 1, call)
 
@@ -175,7 +183,12 @@ class TrainingState:
 
     def metadata(self) -> Metadata:
         """Return the part of the state that :meth:`tensors` does not hold."""
-        return [plain(g.options()) for g in self.groups], self.counters(), self.fresh, self.scaler.state_dict() if self.scaler is not None else None
+        return (
+            [plain(g.options()) for g in self.groups],
+            self.counters(),
+            self.fresh,
+            self.scaler.state_dict() if self.scaler is not None else None,
+        )
 
     def replace_metadata(self, metadata: Metadata) -> None:
         """Apply the :meth:`metadata` of another process with the same package. :meth:`tensors` are not changed."""
@@ -186,7 +199,9 @@ class TrainingState:
         """Raise :class:`StateError` if ``options``, one dict per group without its parameters, do not fit."""
         for group, group_options in zip(self.groups, options, strict=True):
             if not isinstance(group_options, Mapping):
-                raise StateError(f"the options of a parameter group are a {type(group_options).__name__}; expected a dict")
+                raise StateError(
+                    f"the options of a parameter group are a {type(group_options).__name__}; expected a dict"
+                )
             for key in sorted(group.own - group_options.keys() - set(_IMPLEMENTATION)):
                 if group[key] is not False and group[key] is not None:  # an option that an older torch lacks is off
                     raise StateError(f"a parameter group has no {key!r}; in this step it is {group[key]!r}")
@@ -225,8 +240,8 @@ def malformed(error: BaseException) -> str:
 
 
 def matching(label: str, own: Mapping[str, torch.Tensor], values: Any, exactly: bool = False) -> Copies:
-    """Pair each of ``own`` with the tensor of that name in ``values``. Raise :class:`StateError` if they do not fit. ``exactly``: require the same
-    dtypes, and no other names."""
+    """Pair each of ``own`` with the tensor of that name in ``values``. Raise :class:`StateError` if they do not fit.
+    ``exactly``: require the same dtypes, and no other names."""
     if not isinstance(values, Mapping):
         raise StateError(f"{label} state is a {type(values).__name__}; expected tensors by name")
     if problem := tensor_values.unlike(own, values, exactly=exactly):

@@ -33,18 +33,21 @@ if TYPE_CHECKING:
 _MODULE = "module."
 _CACHED = 8  # cached calls, so that each of several alternating kinds needs only a check in C; a guess
 _OPTIMIZER = "optimizer."
-_PUBLIC = (_MODULE, _OPTIMIZER)  # the properties of a step return these tensors, and a caller may give them other memory
+# The properties of a step return these tensors, and a caller may give them other memory
+_PUBLIC = (_MODULE, _OPTIMIZER)
 
 
 class LoadedStep(torch.optim.Optimizer):
-    """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call, on state that the step owns.
+    """A training step: ``loss = step(x, y)`` runs forward, backward and optimizer in one native call, on state that the
+    step owns.
 
-    It implements as much of ``torch.optim.Optimizer`` as ``torch.optim.lr_scheduler`` needs: ``param_groups`` holds the numbers that a schedule
-    changes, and the next call uses them. You can copy it with ``copy.deepcopy``; to store it, call :meth:`save`.
+    It implements as much of ``torch.optim.Optimizer`` as ``torch.optim.lr_scheduler`` needs: ``param_groups`` holds the
+    numbers that a schedule changes, and the next call uses them. You can copy it with ``copy.deepcopy``; to store it,
+    call :meth:`save`.
 
     Attributes:
-        grad_norm: The norm of the gradients in the last update, before clipping, a 0-d tensor; None without ``clip_norm`` or before an update.
-        defaults: The optimizer's default options.
+        grad_norm: The norm of the gradients in the last update, before clipping, a 0-d tensor; None without
+        ``clip_norm`` or before an update. defaults: The optimizer's default options.
 
     Examples:
         >>> step = load("step.pt2").step()
@@ -56,8 +59,10 @@ class LoadedStep(torch.optim.Optimizer):
     """
 
     def __init__(self, entry: Entry, tensors: Mapping[str, torch.Tensor], digest: str, shared: bool):
-        """``tensors``: the weights by key, which the step then owns. ``digest``: the package's. ``shared``: whether other entries hold them too."""
-        # torch.optim.Optimizer.__init__ is not called: it expects parameters that an eager step changes, and imports Dynamo
+        """``tensors``: the weights by key, which the step then owns. ``digest``: the package's. ``shared``: whether
+        other entries hold them too."""
+        # torch.optim.Optimizer.__init__ is not called: it expects parameters that an eager step changes, and imports
+        # Dynamo
         spec = entry.spec.step
         assert spec is not None
         self._entry, self._tensors, self._digest = entry, dict(tensors), digest
@@ -65,14 +70,20 @@ class LoadedStep(torch.optim.Optimizer):
         self._watched = False
         self._touched = self._watch.touched  # also set while numbers are being written
         self._shared = shared
-        self._exposed = shared  # whether user code may hold a parameter in an autograd graph: then each write increments its version
+        # Whether user code may hold a parameter in an autograd graph: then each write increments its version
+        self._exposed = shared
         by_weight: dict[str, torch.Tensor] = {}
         for s in entry.spec.state:
             if s.weight not in by_weight:
                 is_public = s.name.startswith(_PUBLIC)
-                by_weight[s.weight] = bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch) if is_public else tensors[s.weight]
+                by_weight[s.weight] = (
+                    bound(StepParameter, tensors[s.weight], s.requires_grad, self._watch)
+                    if is_public
+                    else tensors[s.weight]
+                )
         self._held = [by_weight[s.weight] for s in entry.spec.state]
-        self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]  # makes torch.utils.swap_tensors refuse
+        # Makes torch.utils.swap_tensors refuse
+        self._weak = [weakref.ref(t) for t in self._held if isinstance(t, BoundParameter)]
         own = [s for s in entry.spec.state if s.name.startswith(_MODULE)]
         parameters = {s.name.removeprefix(_MODULE): by_weight[s.weight] for s in own if s.parameter}
         buffers = {s.name.removeprefix(_MODULE): by_weight[s.weight] for s in own if not s.parameter}
@@ -85,7 +96,8 @@ class LoadedStep(torch.optim.Optimizer):
         self._writes: Sequence[torch.Tensor] = [*parameters.values(), *buffers.values()]
         self._replicas: Replicas | None = None
         self._mode = "train" if entry.spec.training else "eval"
-        self._last: _StepCall | None = None  # the last call; None while gradients are accumulated, or if they are averaged
+        # The last call; None while gradients are accumulated, or if they are averaged
+        self._last: _StepCall | None = None
         self._cached: list[_StepCall] = []  # the last calls of different kinds, including accumulating ones
         self._binding: Binding | None = None
         self._run_update: Callable[..., list[torch.Tensor]] | None = None
@@ -108,8 +120,8 @@ class LoadedStep(torch.optim.Optimizer):
 
         Args:
             *args: The exported module's arguments and, with a ``loss_fn``, its target as the last.
-            update: Whether to update. ``update=False`` only adds up gradients (``accumulate=True`` at export); the next update uses them all.
-            **kwargs: The module's keyword arguments.
+            update: Whether to update. ``update=False`` only adds up gradients (``accumulate=True`` at export); the next
+            update uses them all. **kwargs: The module's keyword arguments.
 
         Returns:
             The loss, a 0-d tensor, detached; or all results of the module, the loss first.
@@ -120,9 +132,17 @@ class LoadedStep(torch.optim.Optimizer):
             DistributedError: Another process ended or does not match.
         """
         last = self._last
-        if last is None or kwargs or not update or self._touched[0] or (self._watched and self._watch.changed()) or not last.fits(args):
+        if (
+            last is None
+            or kwargs
+            or not update
+            or self._touched[0]
+            or (self._watched and self._watch.changed())
+            or not last.fits(args)
+        ):
             return self._call_cached(args, kwargs, update)
-        # Native code runs inside one call of C, list.extend: after an interrupt, ``ran`` tells whether the update was made.
+        # Native code runs inside one call of C, list.extend: after an interrupt, ``ran`` tells whether the update was
+        # made.
         ran: list[list[torch.Tensor]] = []
         operands: Any = args if last.order is None else [args[i] for i in last.order]
         call = map(last.native, (operands,))
@@ -145,7 +165,8 @@ class LoadedStep(torch.optim.Optimizer):
         return ran[0][0] if last.plain else last.value(ran[0], args)
 
     def _record_update(self, results: Sequence[torch.Tensor], call: object) -> None:
-        """Update counters and ``grad_norm`` after an update. After an interrupt, a second call for the same ``call`` changes nothing."""
+        """Update counters and ``grad_norm`` after an update. After an interrupt, a second call for the same ``call``
+        changes nothing."""
         state, spec = self._state, self._state.spec
         if spec.norm:
             self.grad_norm = results[-2 if spec.finite else -1]
@@ -158,7 +179,9 @@ class LoadedStep(torch.optim.Optimizer):
                 return
         state.record_update(call)
 
-    def _after_failure(self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False) -> None:
+    def _after_failure(
+        self, error: BaseException, ran: Sequence[Any], runnable: Runnable, adding: bool = False
+    ) -> None:
         """Handle a failure of native code, or an interrupt before it (``ran`` is empty) or after it."""
         if ran or isinstance(error, AotBackwardError):
             return
@@ -166,10 +189,13 @@ class LoadedStep(torch.optim.Optimizer):
             raise self._execution_error(error, adding) from error
         if runnable.library is not None and not runnable.library.is_one_call:
             self._clear_cache()
-            self._inconsistent = f"a call was interrupted ({type(error).__name__}), which may have been inside native code"
+            self._inconsistent = (
+                f"a call was interrupted ({type(error).__name__}), which may have been inside native code"
+            )
 
     def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> Any:
-        """Serve a call that differs from the last one: from the cache (other sizes, accumulated or averaged gradients), or else by matching."""
+        """Serve a call that differs from the last one: from the cache (other sizes, accumulated or averaged gradients),
+        or else by matching."""
         with self._lock:
             adding = not update or self._replicas is not None or self._state.accumulated > 0
             ready = None
@@ -185,10 +211,14 @@ class LoadedStep(torch.optim.Optimizer):
             return ready.value(results, args)
 
     def _run(
-        self, ready: _StepCall, bound: Callable[[], tuple[Any, Any]], update: bool, hooked: Mapping[str, torch.Tensor] = MappingProxyType({})
+        self,
+        ready: _StepCall,
+        bound: Callable[[], tuple[Any, Any]],
+        update: bool,
+        hooked: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> list[torch.Tensor]:
-        """Run native code on the result of ``bound``, and record it. If that only accumulates gradients and ``update`` is set, update too.
-        ``hooked``: parameters by name that have gradient hooks."""
+        """Run native code on the result of ``bound``, and record it. If that only accumulates gradients and ``update``
+        is set, update too. ``hooked``: parameters by name that have gradient hooks."""
         ran: list[Any] = []
         results: list[list[torch.Tensor]] = [] if hooked else ran
         call: Any = None
@@ -226,7 +256,9 @@ class LoadedStep(torch.optim.Optimizer):
             self._watch.settle(bool(hooked))
             separate = not update or state.accumulated > 0 or self._replicas is not None or bool(hooked)
             if separate and self._update is None:
-                raise InputError(f"entry {entry.name!r} was exported without gradient accumulation: export it with accumulate=True for update=False")
+                raise InputError(
+                    f"entry {entry.name!r} was exported without gradient accumulation: export it with accumulate=True for update=False"
+                )
             self._share_buffers()
             runnable = matched.variant.plans["accumulate" if separate else "step"]
             written = runnable.written(binding, self._held)
@@ -262,7 +294,9 @@ class LoadedStep(torch.optim.Optimizer):
         """
         with self._lock:
             if closure is not None:
-                raise InputError("a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)")
+                raise InputError(
+                    "a compiled step takes no closure: call it with the arguments of the module, loss = step(x, y)"
+                )
             self._check_consistent()
             if not self._state.accumulated:
                 raise InputError(
@@ -334,7 +368,9 @@ class LoadedStep(torch.optim.Optimizer):
 
     def _check_consistent(self) -> None:
         if self._inconsistent:
-            raise ExecutionError(f"the state is inconsistent: {self._inconsistent}; resume() a saved state, or load_state_dict(), and go on")
+            raise ExecutionError(
+                f"the state is inconsistent: {self._inconsistent}; resume() a saved state, or load_state_dict(), and go on"
+            )
 
     def _execution_error(self, error: RuntimeError, adding: bool = False) -> ExecutionError:
         """Return the error of a failed native call. ``adding``: whether the call only accumulates gradients."""
@@ -357,7 +393,8 @@ class LoadedStep(torch.optim.Optimizer):
         """Set the mode.
 
         Args:
-            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation mode.
+            mode: Whether later calls run the variants of training mode; otherwise they run the variants of evaluation
+                mode.
 
         Returns:
             The step itself.
@@ -392,7 +429,9 @@ class LoadedStep(torch.optim.Optimizer):
     @property
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """The accumulated gradients by parameter, detached; empty if there are none. The next call writes to them."""
-        return MappingProxyType({n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {})
+        return MappingProxyType(
+            {n: t.detach() for n, t in self._state.gradients.items()} if self._state.accumulated else {}
+        )
 
     @property
     def state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:  # type: ignore[override]
@@ -407,14 +446,15 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def averages(self) -> Mapping[str, torch.Tensor]:
-        """The averages of the trained parameters by name, detached; empty without ``ema`` at export. The next call writes to them. To evaluate them:
-        ``net.load_state_dict(step.averages, strict=False)``, or ``state_dict()["ema"]`` in an ``AveragedModel``."""
+        """The averages of the trained parameters by name, detached; empty without ``ema`` at export. The next call
+        writes to them. To evaluate them: ``net.load_state_dict(step.averages, strict=False)``, or
+        ``state_dict()["ema"]`` in an ``AveragedModel``."""
         return MappingProxyType({n: t.detach() for n, t in self._state.averages.items()})
 
     @property
     def ema(self) -> float | None:
-        """The decay of the averages; None without them. You may set it, for example to ``min(0.999, (1 + step.count) / (10 + step.count))``. It is
-        not part of the saved state."""
+        """The decay of the averages; None without them. You may set it, for example to ``min(0.999, (1 + step.count) /
+        (10 + step.count))``. It is not part of the saved state."""
         return self._state.decay
 
     @ema.setter
@@ -433,7 +473,8 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> int:
-        """The number of updates skipped because a gradient was Inf or NaN (with ``skip_nonfinite`` or ``loss_scale``)."""
+        """The number of updates skipped because a gradient was Inf or NaN (with ``skip_nonfinite`` or
+        ``loss_scale``)."""
         return self._state.skipped
 
     @property
@@ -445,8 +486,8 @@ class LoadedStep(torch.optim.Optimizer):
         """Return a copy of the state, for ``load_state_dict`` of an eager module and optimizer.
 
         Args:
-            whole: Whether to include the optimizer's state before its first step, when eager has none yet. ``torch.distributed.checkpoint.load``
-                needs it: it only fills existing entries.
+            whole: Whether to include the optimizer's state before its first step, when eager has none yet.
+                ``torch.distributed.checkpoint.load`` needs it: it only fills existing entries.
 
         Returns:
             A dict with the keys "module", "optimizer", "count" and others.
@@ -458,7 +499,8 @@ class LoadedStep(torch.optim.Optimizer):
         """Load the state of an eager training, or a result of :meth:`state_dict`.
 
         Args:
-            state_dict: ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}``, or a result of :meth:`state_dict`.
+            state_dict: ``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}``, or a result of
+                :meth:`state_dict`.
 
         Raises:
             StateError: A part of the state does not fit; nothing was changed.
@@ -480,9 +522,10 @@ class LoadedStep(torch.optim.Optimizer):
     def save(self, path: str | os.PathLike[str], extra: Any = None) -> None:
         """Write the whole training state to a file, atomically.
 
-        The file has parameters, buffers, the optimizer's state, the groups' numbers, accumulated gradients, the counters and torch's random state. If
-        there are several processes, all must call it, at the same point; rank 0 writes. Accumulated gradients are averaged first, and all ranks get
-        the buffers of rank 0, so that any number of processes can resume.
+        The file has parameters, buffers, the optimizer's state, the groups' numbers, accumulated gradients, the
+        counters and torch's random state. If there are several processes, all must call it, at the same point; rank 0
+        writes. Accumulated gradients are averaged first, and all ranks get the buffers of rank 0, so that any number of
+        processes can resume.
 
         Args:
             path: The file to write.
@@ -507,8 +550,8 @@ class LoadedStep(torch.optim.Optimizer):
     def resume(self, path: str | os.PathLike[str], *, random: bool = True) -> Any:
         """Restore the state written by :meth:`save`, bit for bit.
 
-        If there are several processes, all must call it; rank 0 reads the file for all. A rank without a saved random state (there were fewer
-        processes) keeps its own.
+        If there are several processes, all must call it; rank 0 reads the file for all. A rank without a saved random
+        state (there were fewer processes) keeps its own.
 
         Args:
             path: The file to read.
@@ -545,19 +588,28 @@ class LoadedStep(torch.optim.Optimizer):
     # several processes
 
     def distribute(
-        self, group: Any = None, *, broadcast_buffers: bool = True, bucket_mb: float | None = None, order: Sequence[str] | None = None
+        self,
+        group: Any = None,
+        *,
+        broadcast_buffers: bool = True,
+        bucket_mb: float | None = None,
+        order: Sequence[str] | None = None,
     ) -> LoadedStep:
-        """Average gradients over processes before each later update, as ``DistributedDataParallel`` does. All start from the state of rank 0.
+        """Average gradients over processes before each later update, as ``DistributedDataParallel`` does. All start
+        from the state of rank 0.
 
-        Call it on every rank, after ``torch.distributed.init_process_group``. Export the step with ``distributed=True``.
+        Call it on every rank, after ``torch.distributed.init_process_group``. Export the step with
+        ``distributed=True``.
 
         Args:
             group: The process group; by default all processes.
-            broadcast_buffers: Whether all ranks get the buffers of rank 0 (BatchNorm's statistics) before a forward, unless the previous call had no
-                update.
-            bucket_mb: The size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first, as in DDP.
-            order: The parameters' names in the order in which their gradients arrive in eager, if that is not last parameter first. With three or
-                more processes the last bit of a sum depends on it; it has no other effect.
+            broadcast_buffers: Whether all ranks get the buffers of rank 0 (BatchNorm's statistics) before a forward,
+                unless the previous call had no update.
+            bucket_mb: The size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first,
+                as in DDP.
+            order: The parameters' names in the order in which their gradients arrive in eager, if that is not last
+                parameter first. With three or more processes the last bit of a sum depends on it; it has no other
+                effect.
 
         Returns:
             The step itself.
@@ -569,9 +621,13 @@ class LoadedStep(torch.optim.Optimizer):
         from .distributed import Replicas
 
         if self._update is None:
-            raise InputError(f"entry {self._entry.name!r} was exported for one process: export it with distributed=True")
+            raise InputError(
+                f"entry {self._entry.name!r} was exported for one process: export it with distributed=True"
+            )
         if self._replicas is not None:
-            raise InputError("this step is already distributed; load the package again for other processes or other buckets")
+            raise InputError(
+                "this step is already distributed; load the package again for other processes or other buckets"
+            )
         with self._lock:
             state = self._state
             replicas = Replicas(state, group, broadcast_buffers, bucket_mb, order)
@@ -596,7 +652,8 @@ class LoadedStep(torch.optim.Optimizer):
             self._collectively("sharing buffers", replicas.share_buffers)
 
     def _collectively(self, label: str, action: Callable[[], None]) -> None:
-        """Run ``action``, a collective. If it raises because a process ended or was interrupted, only some tensors may have new values."""
+        """Run ``action``, a collective. If it raises because a process ended or was interrupted, only some tensors may
+        have new values."""
         try:
             action()
         except BaseException:
@@ -607,7 +664,9 @@ class LoadedStep(torch.optim.Optimizer):
     # methods of torch.optim.Optimizer that a compiled step cannot serve
 
     def add_param_group(self, param_group: Any) -> None:
-        raise InputError("the parameter groups of a compiled step are fixed; export a step with this group in its optimizer")
+        raise InputError(
+            "the parameter groups of a compiled step are fixed; export a step with this group in its optimizer"
+        )
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("a compiled step does not call hooks: run the hook's code before or after the call")
@@ -621,7 +680,10 @@ class LoadedStep(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedStep:
         with self._lock:
-            tensors = {k: t.detach().clone() for k, t in zip((s.weight for s in self._entry.spec.state), self._held, strict=True)}
+            tensors = {
+                k: t.detach().clone()
+                for k, t in zip((s.weight for s in self._entry.spec.state), self._held, strict=True)
+            }
             other = LoadedStep(copy.deepcopy(self._entry, memo), tensors, self._digest, False)
             other.load_state_dict(self.state_dict())
             other._mode, other._inconsistent = self._mode, self._inconsistent
@@ -636,7 +698,11 @@ class LoadedStep(torch.optim.Optimizer):
             self._check_consistent()
             tensors = pickled(self._entry.spec.state, self._held)
             accumulated = self._state.accumulated
-            return self._entry.reopen, (), {"tensors": tensors, "state": self.state_dict(), "accumulated": accumulated, "mode": self._mode}
+            return (
+                self._entry.reopen,
+                (),
+                {"tensors": tensors, "state": self.state_dict(), "accumulated": accumulated, "mode": self._mode},
+            )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return self.__reduce__()
@@ -648,7 +714,8 @@ class LoadedStep(torch.optim.Optimizer):
         self._mode = state["mode"]
 
     def _expose(self, kind: str = _MODULE) -> None:
-        """Record that user code may hold the tensors of ``kind``, give them other memory, and use them in autograd graphs."""
+        """Record that user code may hold the tensors of ``kind``, give them other memory, and use them in autograd
+        graphs."""
         self._exposed = self._watched = True
         self._watch.add(t for s, t in zip(self._entry.spec.state, self._held, strict=True) if s.name.startswith(kind))
 
@@ -656,7 +723,15 @@ class LoadedStep(torch.optim.Optimizer):
 class _StepCall(CachedCall):
     __slots__ = ("adding",)
 
-    def __init__(self, entry: Entry, matched: MatchedCall, runnable: Runnable, held: list[torch.Tensor], written: Ranges, adding: bool):
+    def __init__(
+        self,
+        entry: Entry,
+        matched: MatchedCall,
+        runnable: Runnable,
+        held: list[torch.Tensor],
+        written: Ranges,
+        adding: bool,
+    ):
         """``adding``: whether the call only accumulates gradients."""
         super().__init__(entry, matched, runnable, held, written)
         self.adding = adding

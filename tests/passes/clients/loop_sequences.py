@@ -1,4 +1,5 @@
-"""A loop over texts of varying lengths: LSTM, attention with a padding mask, BatchNorm, clipping, a cosine schedule; a DataLoader pads."""
+"""A loop over texts of varying lengths: LSTM, attention with a padding mask, BatchNorm, clipping, a cosine schedule; a
+DataLoader pads."""
 
 from __future__ import annotations
 

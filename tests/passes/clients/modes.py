@@ -19,7 +19,8 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
 STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"}
 
 Train = Callable[[int], tuple[list[float], list[list[int]]]]
-"""Maps a number of steps to the loss of each and the shapes of the batches, in order. The first steps are the same for any number."""
+"""Maps a number of steps to the loss of each and the shapes of the batches, in order. The first steps are the same for
+any number."""
 
 
 def main(train: Train, recorded: int) -> None:
@@ -56,8 +57,8 @@ def main(train: Train, recorded: int) -> None:
 
 
 def docstrings() -> list[tuple[int, bytes]]:
-    """Return text that every machine has, and which of four modules it is from: beginnings of paragraphs, 12 to 64 bytes, of the standard library's
-    docstrings."""
+    """Return text that every machine has, and which of four modules it is from: beginnings of paragraphs, 12 to 64
+    bytes, of the standard library's docstrings."""
     import argparse
     import email.message
     import statistics
@@ -65,8 +66,13 @@ def docstrings() -> list[tuple[int, bytes]]:
 
     out = []
     for label, module in enumerate((argparse, email.message, statistics, textwrap)):
-        things = [module, *(t for _, t in sorted(vars(module).items()) if getattr(t, "__module__", "") == module.__name__)]
-        things += [m for t in things for _, m in sorted(vars(t).items()) if inspect.isclass(t) and inspect.isfunction(m)]
+        things = [
+            module,
+            *(t for _, t in sorted(vars(module).items()) if getattr(t, "__module__", "") == module.__name__),
+        ]
+        things += [
+            m for t in things for _, m in sorted(vars(t).items()) if inspect.isclass(t) and inspect.isfunction(m)
+        ]
         for thing in things:
             paragraphs = (inspect.getdoc(thing) or "").encode().split(b"\n\n")
             out += [(label, text[: 12 + len(text) % 53]) for text in paragraphs if len(text) > 64]

@@ -1,4 +1,5 @@
-"""``transformers.Trainer`` on a tiny BERT that fills in masked bytes. Each batch is padded to its longest text; the last one is smaller."""
+"""``transformers.Trainer`` on a tiny BERT that fills in masked bytes. Each batch is padded to its longest text; the
+last one is smaller."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any
 import torch
 from modes import STEPS, docstrings, main
 from trainer_gpt2 import Losses
-from transformers import BertConfig, BertForMaskedLM, ByT5Tokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    ByT5Tokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 TEXTS, BATCH = 78, 8
 EPOCH = -(-TEXTS // BATCH)

@@ -32,7 +32,9 @@ def train(steps: int) -> tuple[list[float], list[list[int]]]:
     tokens = torch.tensor(list(text)).clamp(max=127)
     rows = [{"input_ids": row, "labels": row} for row in tokens[: ROWS * LENGTH].view(ROWS, LENGTH)]
     set_seed(1)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    )
     watching = Losses(steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(

@@ -1,4 +1,5 @@
-"""Small backward passes of every kind that a script may run, by topic. Tests compare recorded passes with eager on them."""
+"""Small backward passes of every kind that a script may run, by topic. Tests compare recorded passes with eager on
+them."""
 
 from . import corners, custom_functions, engine, hooks, modes, operators, views
 from .scenario import SCENARIOS

@@ -18,7 +18,15 @@ from .scenario import Seen, Step, backward_of, batch, clear, error, grads, leaf,
 def splits(i: int, w: Any) -> Any:
     n = [3, 7, 4][i]
     x = w.repeat(2, 1)[:n] * 1.5
-    parts = [x.split(2)[0], x.chunk(2)[-1], x.split(n)[0], x.unbind(-1)[1], x.t().unbind(1)[2], x.unsafe_chunk(2)[0], x[:0].split(2)[0]]
+    parts = [
+        x.split(2)[0],
+        x.chunk(2)[-1],
+        x.split(n)[0],
+        x.unbind(-1)[1],
+        x.t().unbind(1)[2],
+        x.unsafe_chunk(2)[0],
+        x[:0].split(2)[0],
+    ]
     parts += [x.split([1, n - 1])[1], x.tensor_split(3)[1], x.split(3, -1)[0]]
     return torch.stack([(t.sin() * (j + 1)).sum() for j, t in enumerate(parts)]).sum()
 
@@ -109,7 +117,9 @@ def modes_within_the_pass() -> Step:
     w, log = leaf(3), list[object]()
 
     def note(what: str) -> None:
-        log.append(f"{what} {torch.is_grad_enabled()} {torch.is_autocast_enabled('cpu')} {threading.current_thread().name}")
+        log.append(
+            f"{what} {torch.is_grad_enabled()} {torch.is_autocast_enabled('cpu')} {threading.current_thread().name}"
+        )
 
     class Looks(Function):
         @staticmethod

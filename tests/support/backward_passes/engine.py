@@ -133,7 +133,9 @@ def root_that_is_also_inside() -> Step:
         clear(a, b)
         h = (a * torch.randn(batch(i), 3)).tanh()
         y = h * b
-        torch.autograd.backward([h, y, h, a], [torch.randn_like(h), torch.randn_like(h), torch.randn_like(h), torch.randn(3)])
+        torch.autograd.backward(
+            [h, y, h, a], [torch.randn_like(h), torch.randn_like(h), torch.randn_like(h), torch.randn(3)]
+        )
         return grads(a, b)
 
     return step
@@ -147,7 +149,12 @@ def grad_of_unused() -> Step:
         y = (a * b * torch.randn(batch(i), 3)).sum()
         first = torch.autograd.grad(y, [a, c, b], allow_unused=True, retain_graph=True)
         second = torch.autograd.grad(y, [c, a], materialize_grads=True, retain_graph=True)
-        return {**named(first), **named(second, "materialized"), "error": error(lambda: torch.autograd.grad(y, [a, c])), **grads(a, b, c)}
+        return {
+            **named(first),
+            **named(second, "materialized"),
+            "error": error(lambda: torch.autograd.grad(y, [a, c])),
+            **grads(a, b, c),
+        }
 
     return step
 

@@ -123,7 +123,9 @@ def hooks_of_accumulation_nodes() -> Step:
     node = w.expand_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     log: list[object] = []
     node.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
-    node.register_hook(lambda gi, go: log.append(f"post {sums(gi)} {sums(go)} {None if w.grad is None else sums([w.grad])}"))  # type: ignore[union-attr]
+    node.register_hook(
+        lambda gi, go: log.append(f"post {sums(gi)} {sums(go)} {None if w.grad is None else sums([w.grad])}")
+    )  # type: ignore[union-attr]
 
     def step(i: int) -> Seen:
         log.clear()
@@ -389,7 +391,13 @@ def hooks_that_return_the_wrong_thing() -> Step:
             y = a.exp()
             y.grad_fn.register_hook(wrong_post)  # type: ignore[union-attr]
             texts.append(error(y.sum().backward))
-        for wrong_pre in (lambda gs: (gs[0][:1],), lambda gs: (), lambda gs: 3, lambda gs: (None,), lambda gs: gs[0] * 2):
+        for wrong_pre in (
+            lambda gs: (gs[0][:1],),
+            lambda gs: (),
+            lambda gs: 3,
+            lambda gs: (None,),
+            lambda gs: gs[0] * 2,
+        ):
             clear(a)
             y = a.exp()
             y.grad_fn.register_prehook(wrong_pre)  # type: ignore[union-attr]

@@ -45,7 +45,10 @@ def jacobian() -> Step:
     def step(i: int) -> Seen:
         x = torch.randn(3)
         both = torch.autograd.functional.jacobian(lambda t: net(t).tanh(), x)
-        return {"jacobian": both, "vectorized": torch.autograd.functional.jacobian(lambda t: net(t).tanh(), x, vectorize=True)}
+        return {
+            "jacobian": both,
+            "vectorized": torch.autograd.functional.jacobian(lambda t: net(t).tanh(), x, vectorize=True),
+        }
 
     return step
 

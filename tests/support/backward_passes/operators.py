@@ -18,9 +18,19 @@ def indexing(i: int, w: Any) -> Any:
     index = torch.randint(0, 6, (n,))
     g = torch.gather(w, 0, torch.randint(0, 6, (n, 4)))
     s = torch.zeros(7, 4).scatter_add(0, torch.randint(0, 7, (n, 4)), w[index])
-    t = torch.zeros(7, 4).index_add(0, index, w.index_select(0, index)) + w.new_zeros(7, 4).scatter(0, torch.randint(0, 7, (n, 4)), g)
+    t = torch.zeros(7, 4).index_add(0, index, w.index_select(0, index)) + w.new_zeros(7, 4).scatter(
+        0, torch.randint(0, 7, (n, 4)), g
+    )
     u = torch.where(w > 0, w, w * 0.1).masked_fill(w > 1, 0.0).take(index)
-    return g.sin().sum() + s.exp().sum() + t.square().sum() + u.sum() + w[index, 1:3].sum() + w[w > 0].sum() + w[..., None, -1].sum()
+    return (
+        g.sin().sum()
+        + s.exp().sum()
+        + t.square().sum()
+        + u.sum()
+        + w[index, 1:3].sum()
+        + w[w > 0].sum()
+        + w[..., None, -1].sum()
+    )
 
 
 @backward_of(lambda: leaf(1, 4))
@@ -38,14 +48,35 @@ def cat_split_stack_pad(i: int, w: Any, v: Any) -> Any:
     a, b, c = torch.cat([w, v * 2, x, w[:1]], 0).split([2, 3, batch(i) + 2])
     s = torch.stack([a, a.exp(), w[:2]], 1)
     p = functional.pad(b, (1, 2), value=0.5) + functional.pad(b[None], (1, 2), mode="reflect")[0]
-    return s.sum() + p.square().sum() + c.sin().sum() + torch.roll(w, 1, 0).repeat(2, 1).mul(0.1).sum() + w.unbind()[1].sum()
+    return (
+        s.sum()
+        + p.square().sum()
+        + c.sin().sum()
+        + torch.roll(w, 1, 0).repeat(2, 1).mul(0.1).sum()
+        + w.unbind()[1].sum()
+    )
 
 
 @backward_of(lambda: leaf(4, 5))
 def reductions_and_sorts(i: int, w: Any) -> Any:
     x = torch.randn(batch(i), 4) @ w
-    y = x.max(1).values + x.min(1)[0] + x.sort(1).values[:, 1] + x.topk(2, 1).values.sum(1) + x.median(1).values + x.amax(1) + x.norm(dim=1)
-    z = x.softmax(1).log_softmax(0).sum() + x.logsumexp(1).sum() + x.cumsum(1).prod(1).sum() + x.std(1).sum() + x.var() + x.cumprod(1).sum()
+    y = (
+        x.max(1).values
+        + x.min(1)[0]
+        + x.sort(1).values[:, 1]
+        + x.topk(2, 1).values.sum(1)
+        + x.median(1).values
+        + x.amax(1)
+        + x.norm(dim=1)
+    )
+    z = (
+        x.softmax(1).log_softmax(0).sum()
+        + x.logsumexp(1).sum()
+        + x.cumsum(1).prod(1).sum()
+        + x.std(1).sum()
+        + x.var()
+        + x.cumprod(1).sum()
+    )
     return y.sum() + z + torch.einsum("ij,kj->ik", x, x).sum()
 
 
@@ -53,7 +84,13 @@ def reductions_and_sorts(i: int, w: Any) -> Any:
 def linear_algebra(i: int, w: Any) -> Any:
     a = w @ w.t() + 4 * torch.eye(4, dtype=torch.float64)
     x = torch.linalg.solve(a, torch.randn(4, batch(i), dtype=torch.float64))
-    return x.sum() + torch.linalg.cholesky(a).sum() + torch.logdet(a) + torch.linalg.eigvalsh(a).prod() + a.inverse().trace()
+    return (
+        x.sum()
+        + torch.linalg.cholesky(a).sum()
+        + torch.logdet(a)
+        + torch.linalg.eigvalsh(a).prod()
+        + a.inverse().trace()
+    )
 
 
 @backward_of(lambda: (leaf(4, dtype=torch.complex64), leaf(4)))
@@ -92,13 +129,20 @@ def sparse_and_dense_gradients() -> Step:
 
 @scenario
 def embedding_bags() -> Step:
-    bags = nn.ModuleList(nn.EmbeddingBag(10, 4, mode=mode, padding_idx=pad) for mode, pad in (("sum", None), ("mean", 1), ("max", None)))
+    bags = nn.ModuleList(
+        nn.EmbeddingBag(10, 4, mode=mode, padding_idx=pad) for mode, pad in (("sum", None), ("mean", 1), ("max", None))
+    )
     renormed = nn.Embedding(10, 4, padding_idx=0, scale_grad_by_freq=True)
 
     def step(i: int) -> Seen:
         clear(bags, renormed)
         tokens = torch.randint(0, 10, (batch(i), 3))
-        y = bags[0](tokens, per_sample_weights=torch.rand(batch(i), 3)) + bags[1](tokens) + bags[2](tokens) + renormed(tokens).sum(1)
+        y = (
+            bags[0](tokens, per_sample_weights=torch.rand(batch(i), 3))
+            + bags[1](tokens)
+            + bags[2](tokens)
+            + renormed(tokens).sum(1)
+        )
         y.square().sum().backward()
         return grads(bags, renormed)
 
@@ -152,7 +196,11 @@ def transformer_layer(i: int, net: Any) -> Any:
     return net(torch.randn(batch(i), 5, 8)).square().mean()
 
 
-@backward_of(lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.Linear(8, 8), nn.RReLU(), nn.Dropout1d(0.3)))
+@backward_of(
+    lambda: nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.Linear(8, 8), nn.RReLU(), nn.Dropout1d(0.3)
+    )
+)
 def dropouts(i: int, net: Any) -> Any:
     return net(torch.randn(batch(i), 4)).square().sum()
 
@@ -173,11 +221,30 @@ def losses(i: int, w: Any) -> Any:
     target = torch.randint(0, 5, (n,))
     target[0] = -100
     other = torch.randn(n, 5)
-    total = functional.cross_entropy(x, target, label_smoothing=0.1) + functional.nll_loss(x.log_softmax(1), target, weight=torch.rand(5))
-    total = total + functional.huber_loss(x, other) + functional.kl_div(x.log_softmax(1), other.softmax(1), reduction="batchmean")
-    total = total + functional.binary_cross_entropy_with_logits(x, other.sigmoid()) + functional.smooth_l1_loss(x, other, beta=0.5)
-    total = total + functional.cosine_similarity(x, other).sum() + functional.triplet_margin_loss(x, other, other * 2) + functional.l1_loss(x, other)
-    total = total + functional.cross_entropy(x, other.softmax(1)) + functional.margin_ranking_loss(x[:, 0], x[:, 1], torch.ones(n))
+    total = functional.cross_entropy(x, target, label_smoothing=0.1) + functional.nll_loss(
+        x.log_softmax(1), target, weight=torch.rand(5)
+    )
+    total = (
+        total
+        + functional.huber_loss(x, other)
+        + functional.kl_div(x.log_softmax(1), other.softmax(1), reduction="batchmean")
+    )
+    total = (
+        total
+        + functional.binary_cross_entropy_with_logits(x, other.sigmoid())
+        + functional.smooth_l1_loss(x, other, beta=0.5)
+    )
+    total = (
+        total
+        + functional.cosine_similarity(x, other).sum()
+        + functional.triplet_margin_loss(x, other, other * 2)
+        + functional.l1_loss(x, other)
+    )
+    total = (
+        total
+        + functional.cross_entropy(x, other.softmax(1))
+        + functional.margin_ranking_loss(x[:, 0], x[:, 1], torch.ones(n))
+    )
     return total
 
 
@@ -190,7 +257,9 @@ def ctc(i: int, w: Any) -> Any:
 
 @backward_of(
     lambda: nn.Sequential(
-        nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4)), nn.PReLU()
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(5, 4)),
+        nn.PReLU(),
     )
 )
 def normalizations_of_weights(i: int, net: Any) -> Any:

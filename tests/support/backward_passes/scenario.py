@@ -1,7 +1,8 @@
 """Small backward passes of every kind that a script may run. Tests compare recorded passes with eager on them.
 
-A scenario makes fresh parameters and returns ``step(i)``. The step runs forward and backward number ``i``, most at another batch size for
-``i == 2``. It returns its observations: gradients (or None), logs of hook calls, and the texts of errors.
+A scenario makes fresh parameters and returns ``step(i)``. The step runs forward and backward number ``i``, most at
+another batch size for ``i == 2``. It returns its observations: gradients (or None), logs of hook calls, and the texts
+of errors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ def scenario(make: Callable[[], Step]) -> Callable[[], Step]:
         def run(i: int) -> Seen:
             torch.manual_seed(100 + i)
             seen = step(i)
-            return {**seen, **{f"strides of {n}": strides(t) for n, t in seen.items() if isinstance(t, Tensor) and t.layout == torch.strided}}
+            return {
+                **seen,
+                **{
+                    f"strides of {n}": strides(t)
+                    for n, t in seen.items()
+                    if isinstance(t, Tensor) and t.layout == torch.strided
+                },
+            }
 
         return run
 
@@ -36,8 +44,9 @@ def scenario(make: Callable[[], Step]) -> Callable[[], Step]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Return the strides of the dimensions larger than 1. The kernel chooses the other strides, and a copy of the gradient does not keep them (a 1x1
-    convolution in channels_last: [4, 1, 4, 4] on one processor, [4, 1, 1, 1] on another)."""
+    """Return the strides of the dimensions larger than 1. The kernel chooses the other strides, and a copy of the
+    gradient does not keep them (a 1x1 convolution in channels_last: [4, 1, 4, 4] on one processor, [4, 1, 1, 1] on
+    another)."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
@@ -89,8 +98,9 @@ def sums(values: Sequence[Tensor | None]) -> list[tuple[float, list[int]] | None
 
 
 def backward_of(parameters: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[[], Step]]:
-    """Register a scenario that calls ``backward()`` once a step. ``parameters()`` returns a module, a leaf or a tuple of these. The function takes
-    the step's number and these, and returns the loss, optionally followed by further leaves. The scenario returns the gradients of all."""
+    """Register a scenario that calls ``backward()`` once a step. ``parameters()`` returns a module, a leaf or a tuple
+    of these. The function takes the step's number and these, and returns the loss, optionally followed by further
+    leaves. The scenario returns the gradients of all."""
 
     def register(forward: Callable[..., Any]) -> Callable[[], Step]:
         def make() -> Step:

@@ -85,7 +85,12 @@ def views(i: int, w: Any) -> Any:
     n = batch(i)
     x = torch.randn(n, 4) @ w
     y = x.view(n, 2, 3).transpose(1, 2).reshape(n, 6).unflatten(1, (3, 2)).permute(2, 0, 1).flatten(1)
-    z = x.as_strided((n, 3), (6, 2)).unsqueeze(0).squeeze() + x.narrow(1, 1, 3).flip(1) + x.chunk(2, 1)[1] + x.unfold(1, 2, 2).sum(-1)
+    z = (
+        x.as_strided((n, 3), (6, 2)).unsqueeze(0).squeeze()
+        + x.narrow(1, 1, 3).flip(1)
+        + x.chunk(2, 1)[1]
+        + x.unfold(1, 2, 2).sum(-1)
+    )
     return y.sum() + z.exp().sum() + x.select(1, 2).sum() + x.movedim(0, 1).diagonal().sum()
 
 

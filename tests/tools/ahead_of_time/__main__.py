@@ -1,7 +1,9 @@
-"""``python -m tests.tools.ahead_of_time [--models mlp,conv] [--rounds N] [--docs STEM]``: compare ways to compile gradients ahead of time.
+"""``python -m tests.tools.ahead_of_time [--models mlp,conv] [--rounds N] [--docs STEM]``: compare ways to compile
+gradients ahead of time.
 
-The first table has the seconds that a fresh process needs for its first gradient, with and without a compiler on its ``PATH``; the ways take turns.
-The second table has the result of each way after something has changed since the capture.
+The first table has the seconds that a fresh process needs for its first gradient, with and without a compiler on its
+``PATH``; the ways take turns. The second table has the result of each way after something has changed since the
+capture.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _NEAR = 1e-4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.ahead_of_time", description="Ways to compile gradients ahead of time.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.ahead_of_time", description="Ways to compile gradients ahead of time."
+    )
     parser.add_argument("--models", default="mlp,conv,encoder", help="models of the first table")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="processes per way; the ways take turns")
     parser.add_argument("--cases", default=",".join(one.CASES), help="changes after the capture, by default all")
@@ -53,34 +57,54 @@ def main() -> None:
 
 
 def _first(name: str, ways: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Return, per way, the seconds to compile and the seconds from the start of a process to its gradients, with and without a compiler."""
+    """Return, per way, the seconds to compile and the seconds from the start of a process to its gradients, with and
+    without a compiler."""
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for way in ways:
             (at := Path(folder) / way).mkdir()
-            rows.append({"model": name, "way": way, "write": _process("write", way, name, at), "compiler": [], "none": []})
+            rows.append(
+                {"model": name, "way": way, "write": _process("write", way, name, at), "compiler": [], "none": []}
+            )
         for _ in range(rounds):
             for row in rows:
                 for path in ("compiler", "none"):
                     if "error" in row["write"] or (row[path] and "error" in row[path][-1]):
                         continue
-                    row[path].append(_process("first", row["way"], name, Path(folder) / row["way"], compiler=path == "compiler"))
+                    row[path].append(
+                        _process("first", row["way"], name, Path(folder) / row["way"], compiler=path == "compiler")
+                    )
     expected = next((r["compiler"][0] for r in rows if r["way"] == "eager"), None)
     for row in rows:
         for each in (*row["compiler"], *row["none"]):
             if expected and "error" not in each:
                 each["right"] = all(abs(each[k] - expected[k]) <= _NEAR * abs(expected[k]) for k in ("loss", "norm"))
-        print(f"{name:10} {row['way']:28} {_seconds(row['compiler'])} s, without a compiler {_seconds(row['none'])}", flush=True)
+        print(
+            f"{name:10} {row['way']:28} {_seconds(row['compiler'])} s, without a compiler {_seconds(row['none'])}",
+            flush=True,
+        )
     return rows
 
 
 def _process(what: str, way: str, name: str, folder: Path, compiler: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:
-        more = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/cache", "OMP_NUM_THREADS": "1"} | ({} if compiler else {"PATH": f"{empty}/none"})
-        argv = [sys.executable, "-m", "tests.tools.ahead_of_time.one", what, way, name, *([str(folder)] if what != "changed" else [])]
+        more = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/cache", "OMP_NUM_THREADS": "1"} | (
+            {} if compiler else {"PATH": f"{empty}/none"}
+        )
+        argv = [
+            sys.executable,
+            "-m",
+            "tests.tools.ahead_of_time.one",
+            what,
+            way,
+            name,
+            *([str(folder)] if what != "changed" else []),
+        ]
         start = time.clock_gettime(one.CLOCK)
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env={**os.environ, **more})
+            done = subprocess.run(
+                argv, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env={**os.environ, **more}
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"not done after {LIMIT_S} s"}
     if done.returncode:
@@ -93,7 +117,12 @@ def _process(what: str, way: str, name: str, folder: Path, compiler: bool = True
 
 def _changed(way: str, case: str) -> dict[str, Any]:
     found = _process("changed", way, case, Path())
-    row = {"case": case, "way": way, "verdict": found.get("verdict", "fails"), "reason": found.get("reason", found.get("error", ""))}
+    row = {
+        "case": case,
+        "way": way,
+        "verdict": found.get("verdict", "fails"),
+        "reason": found.get("reason", found.get("error", "")),
+    }
     print(f"{case:45} {way:28} {row['verdict']:8} {row['reason'][:100]}", flush=True)
     return row
 
@@ -127,9 +156,13 @@ def page(found: dict[str, Any]) -> str:
     ]
     for row in found["first"]:
         last = next((each for each in (*row["compiler"][::-1], *row["none"]) if "error" not in each), None)
-        write = "cannot" if "error" in row["write"] else "" if row["way"] == "eager" else f"{row['write']['seconds']:.1f}"
+        write = (
+            "cannot" if "error" in row["write"] else "" if row["way"] == "eager" else f"{row['write']['seconds']:.1f}"
+        )
         seen = [str(last["modules"]), ", ".join(f"`{m}`" for m in last["compilers"]) or "no"] if last else ["", ""]
-        lines.append(f"| {row['model']} | {row['way']} | {write} | {_seconds(row['compiler'])} | {_seconds(row['none'])} | {' | '.join(seen)} |")
+        lines.append(
+            f"| {row['model']} | {row['way']} | {write} | {_seconds(row['compiler'])} | {_seconds(row['none'])} | {' | '.join(seen)} |"
+        )
     lines += [
         "",
         "## What has changed since the capture",
@@ -149,11 +182,17 @@ def page(found: dict[str, Any]) -> str:
     by = {(r["case"], r["way"]): r for r in found["changed"]}
     for case in dict.fromkeys(r["case"] for r in found["changed"]):
         lines.append(f"| {case} | " + " | ".join(by[case, w]["verdict"] for w in ways if w != "eager") + " |")
-    reasons = [f"- {r['case']}, {r['way']}: {r['verdict']}: {_code(r['reason'])}" for r in found["changed"] if r["reason"]]
+    reasons = [
+        f"- {r['case']}, {r['way']}: {r['verdict']}: {_code(r['reason'])}" for r in found["changed"] if r["reason"]
+    ]
     errors = [
         f"- {r['model']}, {r['way']}, {what}: {_code(each['error'])}"
         for r in found["first"]
-        for what, each in (("compiled", r["write"]), *(("first gradient", e) for e in r["compiler"]), *(("without g++", e) for e in r["none"]))
+        for what, each in (
+            ("compiled", r["write"]),
+            *(("first gradient", e) for e in r["compiler"]),
+            *(("without g++", e) for e in r["none"]),
+        )
         if "error" in each
     ]
     return "\n".join([*lines, "", "## Messages", "", *reasons, *errors]) + "\n"

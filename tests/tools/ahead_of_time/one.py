@@ -1,4 +1,5 @@
-"""``python -m tests.tools.ahead_of_time.one write|first WAY MODEL FOLDER`` and ``… changed WAY CASE``: one measurement in a separate process.
+"""``python -m tests.tools.ahead_of_time.one write|first WAY MODEL FOLDER`` and ``… changed WAY CASE``: one measurement
+in a separate process.
 
 The last line is JSON. ``first`` imports only the modules that the way needs before it has the first gradient.
 """
@@ -122,7 +123,9 @@ def changed(way: str, case: str) -> dict[str, Any]:
     return {"verdict": "differs" if off else "eager's", "reason": f"not eager's: {', '.join(off)}" if off else ""}
 
 
-def _called(way: str, folder: Path, change: Callable[[nn.Module], object], otherwise: dict[str, Any], x: torch.Tensor) -> dict[str, Any]:
+def _called(
+    way: str, folder: Path, change: Callable[[nn.Module], object], otherwise: dict[str, Any], x: torch.Tensor
+) -> dict[str, Any]:
     call, module = WAYS[way].load(folder, lambda: _small(otherwise.get("dropout", 0.0)))
     change(module)
     torch.manual_seed(3)

@@ -21,7 +21,8 @@ Dims = Sequence[Mapping[int, Any] | None]
 
 @dataclass(frozen=True)
 class Way:
-    """``write(program, args, dims, folder)`` compiles. ``load(folder, program)`` returns a callable and the module that gets the gradients.
+    """``write(program, args, dims, folder)`` compiles. ``load(folder, program)`` returns a callable and the module that
+    gets the gradients.
 
     ``program`` in ``load`` is a callable that makes the module, for ways that need the module in the second process."""
 
@@ -71,9 +72,12 @@ def _write_precompiled(program: nn.Module, args: tuple[Any, ...], dims: Dims, fo
     from torch.compiler import precompile
 
     for tensor, each in zip(args, dims, strict=True):
-        for dim, known in (each or {}).items():  # without a shape_id, torch treats sizes that are always equal as different
+        # Without a shape_id, torch treats sizes that are always equal as different
+        for dim, known in (each or {}).items():
             torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=known.__name__, min=known.min, max=known.max)
-    with precompile.capture(_step, artifact_path=folder / "precompiled.py", cache_path=folder / "precompiled.cache") as capture:
+    with precompile.capture(
+        _step, artifact_path=folder / "precompiled.py", cache_path=folder / "precompiled.cache"
+    ) as capture:
         capture(program, *args)
 
 
@@ -104,5 +108,6 @@ WAYS: dict[str, Way] = {
     "ours": Way(_write_ours, _load_ours),
     "torch.compile aot_compile": Way(_write_compiled, _load_compiled),
 }
-if hasattr(getattr(torch.compiler, "precompile", None), "capture"):  # torch 2.15; the one of 2.14 has a different interface
+# Torch 2.15; the one of 2.14 has a different interface
+if hasattr(getattr(torch.compiler, "precompile", None), "capture"):
     WAYS["torch.compiler.precompile"] = Way(_write_precompiled, _load_precompiled)

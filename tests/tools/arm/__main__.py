@@ -1,8 +1,9 @@
-"""``python -m tests.tools.arm --docs docs/benchmarks/DATE-arm``: code for aarch64, run in an emulator, beside x86-64's and eager's results.
+"""``python -m tests.tools.arm --docs docs/benchmarks/DATE-arm``: code for aarch64, run in an emulator, beside x86-64's
+and eager's results.
 
-A package with code for both machines is exported and each entry run on both. A Python of Debian for aarch64 trains by the wheel that ``make wheels``
-builds. Then the tests of refusals and of a wrong library run. It needs Debian's g++-aarch64-linux-gnu and qemu-user, and as root it fetches Python.
-"""
+A package with code for both machines is exported and each entry run on both. A Python of Debian for aarch64 trains by
+the wheel that ``make wheels`` builds. Then the tests of refusals and of a wrong library run. It needs Debian's
+g++-aarch64-linux-gnu and qemu-user, and as root it fetches Python."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from tests.native import test_other_machines as machines
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ARM = "aarch64"
-PYTHON = "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 zlib1g libexpat1 libstdc++6 libgcc-s1 libgomp1"
+PYTHON = (
+    "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 zlib1g libexpat1 libstdc++6 libgcc-s1 libgomp1"
+)
 FIT = """
 import aot_backward as ab, torch
 from torch import nn
@@ -47,14 +50,17 @@ def progress(words: str) -> None:
 
 
 def run(*argv: object, cwd: Path | None = None, **environment: str) -> str:
-    done = subprocess.run(list(map(str, argv)), cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | environment)
+    done = subprocess.run(
+        list(map(str, argv)), cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
     if done.returncode:
         raise RuntimeError(f"{argv[0]} failed: {(done.stdout + done.stderr)[-2000:]}")
     return done.stdout
 
 
 def compared(archive: Archive, path: Path, name: str, folder: Path) -> dict[str, Any]:
-    """The verdicts of an entry, the largest error as a part of its tolerance for each machine, and how far the two are apart."""
+    """The verdicts of an entry, the largest error as a part of its tolerance for each machine, and how far the two are
+    apart."""
     entry, examples = archive.manifest.entries[name], load_examples(archive)
     worst = dict.fromkeys((platform.machine(), ARM), 0.0)
     apart = 0.0
@@ -65,7 +71,9 @@ def compared(archive: Archive, path: Path, name: str, folder: Path) -> dict[str,
         for machine in worst:
             found[machine] = standalone.results_of(path, folder / "results", name, entry, number, stored, machine)
             for result in stored_results.names_of(stored):
-                comparison = stored_results.compare_stored(result, found[machine][result], stored, as_stored=entry.kind == "step")
+                comparison = stored_results.compare_stored(
+                    result, found[machine][result], stored, as_stored=entry.kind == "step"
+                )
                 worst[machine] = max(worst[machine], comparison.ratio)
         here, there = found.values()
         for result, tensor in here.items():
@@ -112,11 +120,21 @@ def trained(folder: Path) -> dict[str, Any]:
     out = {"wheel": wheel.name, "resumed": here["resumed"] == here["losses"][200:]}
     if command := python_of_debian(folder):
         text = run(
-            *command, HERE / "train.py", "fit.pt2", "state", cwd=folder, PYTHONPATH=str(folder / "wheel"), AOT_BACKWARD_CACHE=str(folder / "cache")
+            *command,
+            HERE / "train.py",
+            "fit.pt2",
+            "state",
+            cwd=folder,
+            PYTHONPATH=str(folder / "wheel"),
+            AOT_BACKWARD_CACHE=str(folder / "cache"),
         )
         there = json.loads(text)
         pairs = [abs(a - b) / abs(a) for a, b in zip(here["losses"], there["losses"], strict=True)]
-        out |= {"20 steps": max(pairs[:20]), "300 steps": max(pairs), "resumed there": there["resumed"] == there["losses"][200:]}
+        out |= {
+            "20 steps": max(pairs[:20]),
+            "300 steps": max(pairs),
+            "resumed there": there["resumed"] == there["losses"][200:],
+        }
     return out
 
 
@@ -128,7 +146,8 @@ def page(data: dict[str, Any]) -> str:
         rows.append(f"| {name} | {verdicts} | {here:.2g} | {there:.2g} | {entry['apart']:.1e} |")
     table = "\n".join(rows)
     steps = "\n".join(
-        f"| {name} | {value:.1e} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in data["training"].items()
+        f"| {name} | {value:.1e} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in data["training"].items()
     )
     return f"""# Code for aarch64
 
@@ -151,7 +170,9 @@ Tests of refusals on both machines, and of a library made wrong: {data["tests"]}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("build/arm"), help="where packages, wheels and Debian's Python go")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/arm"), help="where packages, wheels and Debian's Python go"
+    )
     parser.add_argument("--docs", type=Path, required=True)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -159,7 +180,9 @@ def main() -> None:
     began = time.perf_counter()
     data: dict[str, Any] = {"date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "torch": torch.__version__}
     data["compiler"] = run(machines.CROSS, "--version").split("\n")[0]
-    data["emulator"] = run(emulated.emulator(ARM)[0], "--version").split("\n")[0].replace(" version", "").partition(" (")[0]
+    data["emulator"] = (
+        run(emulated.emulator(ARM)[0], "--version").split("\n")[0].replace(" version", "").partition(" (")[0]
+    )
     progress("entries")
     data["entries"] = entries(folder)
     progress("training")

@@ -1,4 +1,5 @@
-"""Run by the emulated Python of __main__.py, which has aot_backward_native and no NumPy: 300 steps, saved after 200 and resumed."""
+"""Run by the emulated Python of __main__.py, which has aot_backward_native and no NumPy: 300 steps, saved after 200 and
+resumed."""
 
 import array
 import json

@@ -32,12 +32,24 @@ SUBJECTS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.benchmarks", description="Measures; asserts nothing about times.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.benchmarks", description="Measures; asserts nothing about times."
+    )
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"subjects, by default all: {','.join(SUBJECTS)}")
     parser.add_argument("--threads", default="1,2", help="numbers of threads, by default 1,2")
-    parser.add_argument("--quick", action="store_true", help="few rounds, one small model, no torch.compile: to try them out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there (each subject has a file in --work)")
-    parser.add_argument("--work", type=Path, default=processes.WORK, metavar="FOLDER", help="packages and caches; by default build/benchmarks")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, one small model, no torch.compile: to try them out"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write everything there (each subject has a file in --work)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=processes.WORK,
+        metavar="FOLDER",
+        help="packages and caches; by default build/benchmarks",
+    )
     parser.add_argument("--reuse", action="store_true", help="measure the packages that an earlier run left in --work")
     options = parser.parse_args()
     processes.REUSE = options.reuse
@@ -56,11 +68,18 @@ def main() -> None:
         result = importlib.import_module(f"{__package__}.{name}").measure(options.quick, threads)
         results.append(result)
         print(f"\n{result.text()}", flush=True)
-        document = {"machine": {**described, "load_average": list(before)}, "quick": options.quick, **dataclasses.asdict(result)}
+        document = {
+            "machine": {**described, "load_average": list(before)},
+            "quick": options.quick,
+            **dataclasses.asdict(result),
+        }
         _write(processes.WORK / f"{name}.json", document)
     print(f"\n{report.targets(results)}", flush=True)
     if options.json:
-        _write(options.json, {"machine": described, "quick": options.quick, "subjects": [dataclasses.asdict(r) for r in results]})
+        _write(
+            options.json,
+            {"machine": described, "quick": options.quick, "subjects": [dataclasses.asdict(r) for r in results]},
+        )
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

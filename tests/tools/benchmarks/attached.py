@@ -1,4 +1,5 @@
-"""``python -m tests.tools.benchmarks.attached MODEL PACKAGE STEPS``: the script of ``unmodified.py`` plus one line, ``attach``.
+"""``python -m tests.tools.benchmarks.attached MODEL PACKAGE STEPS``: the script of ``unmodified.py`` plus one line,
+``attach``.
 
 If PACKAGE does not exist, export the module to it and run nothing.
 """

@@ -41,7 +41,8 @@ def batch(call: Callable[[], Any], count: int) -> float:
 
 
 def samples(call: Callable[[], Any], count: int, seconds: float) -> list[float]:
-    """Run batches of ``count`` calls for about ``seconds``, at least three. Return the seconds per call of each batch."""
+    """Run batches of ``count`` calls for about ``seconds``, at least three. Return the seconds per call of each
+    batch."""
     out: list[float] = []
     end = time.perf_counter() + seconds
     while len(out) < 3 or time.perf_counter() < end:

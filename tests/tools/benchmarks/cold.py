@@ -1,8 +1,9 @@
 """Time from the start of a process to its first gradient, ``import torch`` included.
 
-Each peer is a separate script. Two discarded runs warm the page cache, the bytecode and the compile caches; then the peers take turns. Eager builds
-its module from a seed and reads no weights, which is its best case. ``aoti`` is a graph of value and gradients, traced with ``make_fx``, packaged
-with torch's ``aoti_compile_and_package`` and opened with ``aoti_load_package``. ``import`` is ``import torch`` alone, the lower bound.
+Each peer is a separate script. Two discarded runs warm the page cache, the bytecode and the compile caches; then the
+peers take turns. Eager builds its module from a seed and reads no weights, which is its best case. ``aoti`` is a graph
+of value and gradients, traced with ``make_fx``, packaged with torch's ``aoti_compile_and_package`` and opened with
+``aoti_load_package``. ``import`` is ``import torch`` alone, the lower bound.
 """
 
 from __future__ import annotations
@@ -111,7 +112,18 @@ print(json.dumps({}))
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    columns = ["model", "package MB", "threads", "peer", "median", "least", "processor", "over eager", "times eager", "times module"]
+    columns = [
+        "model",
+        "package MB",
+        "threads",
+        "peer",
+        "median",
+        "least",
+        "processor",
+        "over eager",
+        "times eager",
+        "times module",
+    ]
     result = Result("cold", TITLE, columns)
     for name in ("mlp",) if quick else ("mlp", "wide"):
         package = programs.exported(name, [ROWS[name]])
@@ -120,7 +132,9 @@ def measure(quick: bool, threads: list[int]) -> Result:
             processes.run(_AOTI, name, stock, ROWS[name], threads=1)
         for count in threads:
             _measure_model(result, name, package, stock, count, quick)
-    result.notes.append("compile: caches warm (autograd_cache_hit in every process); aoti: AOTInductor's package of a traced gradient graph")
+    result.notes.append(
+        "compile: caches warm (autograd_cache_hit in every process); aoti: AOTInductor's package of a traced gradient graph"
+    )
     _conclude(result)
     return result
 
@@ -150,13 +164,17 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
         raise RuntimeError(f"torch.compile's cache was not hit: {answers['compile']}")
     for peer in peers:
         if peer != "import" and abs(answers[peer]["norm"] / answers["eager"]["norm"] - 1) > 1e-4:
-            raise RuntimeError(f"{name}, {peer}: expected gradients of norm {answers['eager']['norm']}, got {answers[peer]['norm']}")
+            raise RuntimeError(
+                f"{name}, {peer}: expected gradients of norm {answers['eager']['norm']}, got {answers[peer]['norm']}"
+            )
     times = clock.interleaved({p: lambda p=p: in_turn(p) for p in peers}, 1 if quick else 6)
     found = {p: {**clock.summary(s), "cpu_s": statistics.median(used[p][DISCARDED:])} for p, s in times.items()}
     eager, ours = (found[p]["median_s"] for p in ("eager", "module"))
     for peer in peers:
         if peer not in SLOW:  # differences of consecutive processes cancel drift of the machine
-            found[peer]["over_eager_s"] = statistics.median(a - b for a, b in zip(times[peer], times["eager"], strict=True))
+            found[peer]["over_eager_s"] = statistics.median(
+                a - b for a, b in zip(times[peer], times["eager"], strict=True)
+            )
     size = package.stat().st_size
     for peer in peers:
         median, least = found[peer]["median_s"], found[peer]["min_s"]
@@ -166,8 +184,24 @@ def _measure_model(result: Result, name: str, package: Path, stock: Path, thread
             f"{1e3 * found[peer]['cpu_s']:.0f}",
             f"{1e3 * found[peer].get('over_eager_s', median - eager):+.0f}",
         ]
-        result.rows.append([name, f"{size / 1e6:.1f}", str(threads), peer, *milliseconds, f"{median / eager:.2f}", f"{median / ours:.2f}"])
-    data = {"model": name, "threads": threads, "package_bytes": size, "times": found, "imported": {p: answers[p]["heavy"] for p in peers}}
+        result.rows.append(
+            [
+                name,
+                f"{size / 1e6:.1f}",
+                str(threads),
+                peer,
+                *milliseconds,
+                f"{median / eager:.2f}",
+                f"{median / ours:.2f}",
+            ]
+        )
+    data = {
+        "model": name,
+        "threads": threads,
+        "package_bytes": size,
+        "times": found,
+        "imported": {p: answers[p]["heavy"] for p in peers},
+    }
     result.data.append(data)
 
 
@@ -182,4 +216,6 @@ def _conclude(result: Result) -> None:
                 result.targets.append(Target(asked, f"{1e3 * over:+.0f} ms", over <= 0.05, f"{1e3 * over - 50:.0f} ms"))
         if "compile" in times:
             ratio = times["compile"] / statistics.mean([times["module"], times["grad"]])
-            result.targets.append(Target(f"3x sooner than warm torch.compile: {where}", f"{ratio:.2f}x", ratio >= 3, f"{3 - ratio:.2f}x"))
+            result.targets.append(
+                Target(f"3x sooner than warm torch.compile: {where}", f"{ratio:.2f}x", ratio >= 3, f"{3 - ratio:.2f}x")
+            )

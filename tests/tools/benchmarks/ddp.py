@@ -1,7 +1,9 @@
-"""One training step over two processes of this machine: a distributed ``step`` entry against ``DistributedDataParallel`` with fused AdamW.
+"""One training step over two processes of this machine: a distributed ``step`` entry against
+``DistributedDataParallel`` with fused AdamW.
 
-Each row is one pair of processes with one thread each. All peers take turns in it; the collectives keep the two processes in step. ``sum`` is the
-averaging alone, ``alone`` is the step of one process. The losses of four steps are compared before any timing.
+Each row is one pair of processes with one thread each. All peers take turns in it; the collectives keep the two
+processes in step. ``sum`` is the averaging alone, ``alone`` is the step of one process. The losses of four steps are
+compared before any timing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from torch import nn
 from . import clock, processes, training
 from .report import Result, Target
 
-TITLE = "one training step with AdamW over two processes (gloo), microseconds (median), and how many times faster than DDP"
+TITLE = (
+    "one training step with AdamW over two processes (gloo), microseconds (median), and how many times faster than DDP"
+)
 MODELS = ("mlp-10k", "mlp-1m")
 ROWS = 16
 PROCESSES = 2
@@ -49,8 +53,13 @@ def measure(quick: bool, threads: list[int]) -> Result:
             processes.run(_EXPORT, name, package, threads=2)
         data = _pair({"model": name, "package": str(package), "quick": quick})
         for peer in ("ddp-view", "step"):
-            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(data["losses"][peer], data["losses"]["ddp"], strict=True)):
-                raise RuntimeError(f"{name}, {peer}: expected DDP's losses {data['losses']['ddp']}, got {data['losses'][peer]}. Nothing was timed.")
+            if not all(
+                math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4)
+                for a, b in zip(data["losses"][peer], data["losses"]["ddp"], strict=True)
+            ):
+                raise RuntimeError(
+                    f"{name}, {peer}: expected DDP's losses {data['losses']['ddp']}, got {data['losses'][peer]}. Nothing was timed."
+                )
         median = {peer: data["times"][peer]["median_s"] for peer in PEERS}
         size = sum(p.numel() for p in training.make(name, ROWS)[0].parameters())
         ratios = [f"{median[peer] / median['step']:.2f}" for peer in ("ddp", "ddp-view")]
@@ -61,9 +70,18 @@ def measure(quick: bool, threads: list[int]) -> Result:
 
 
 def _pair(spec: dict[str, Any]) -> dict[str, Any]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", "-m", "tests.tools.benchmarks.ddp"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={PROCESSES}",
+        "-m",
+        "tests.tools.benchmarks.ddp",
+    ]
     argv = [sys.executable, *launcher, json.dumps(spec)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=processes.ROOT, env=processes.environment(1), stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, cwd=processes.ROOT, env=processes.environment(1), stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         raise RuntimeError(f"a measured pair failed:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -77,7 +95,12 @@ def _conclude(result: Result) -> None:
     worst = min(result.data, key=ratio)
     value = ratio(worst)
     result.targets.append(
-        Target("a distributed step never slower than DDP", f"{value:.2f}x at worst ({worst['model']})", value >= 1, f"{1 - value:.0%}")
+        Target(
+            "a distributed step never slower than DDP",
+            f"{value:.2f}x at worst ({worst['model']})",
+            value >= 1,
+            f"{1 - value:.0%}",
+        )
     )
 
 
@@ -87,7 +110,10 @@ def _rank(spec: dict[str, Any]) -> dict[str, Any]:
 
     _, batches = training.make(spec["model"], ROWS)
     turns = itertools.cycle(batches)
-    step, alone = aot_backward_runtime.load(spec["package"]).step().distribute(), aot_backward_runtime.load(spec["package"]).step()
+    step, alone = (
+        aot_backward_runtime.load(spec["package"]).step().distribute(),
+        aot_backward_runtime.load(spec["package"]).step(),
+    )
     replicas = step._replicas
     assert replicas is not None
     calls: dict[str, Callable[[], Any]] = {

@@ -1,9 +1,11 @@
-"""Compare every kind of entry, and replay, with eager at several batch sizes: the models of ``make models`` and three models like the examples.
+"""Compare every kind of entry, and replay, with eager at several batch sizes: the models of ``make models`` and three
+models like the examples.
 
-``module``, ``grad`` and ``replay`` run forward and backward; ``step`` runs a whole step with AdamW. One package has a dynamic batch, a second one a
-static batch. Separate processes export and record a model. Then one process per number of threads measures it: the peers take turns, after their
-gradients were compared with eager's. If a model or its code needs at least two rows, the row "1" has two. Results are kept in ``doors/`` of the work
-folder, one file per model; ``--reuse`` continues from there.
+``module``, ``grad`` and ``replay`` run forward and backward; ``step`` runs a whole step with AdamW. One package has a
+dynamic batch, a second one a static batch. Separate processes export and record a model. Then one process per number of
+threads measures it: the peers take turns, after their gradients were compared with eager's. If a model or its code
+needs at least two rows, the row "1" has two. Results are kept in ``doors/`` of the work folder, one file per model;
+``--reuse`` continues from there.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class _Makemore(nn.Module):
 def _example(folder: str, name: str) -> nn.Module:
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location(f"examples_{folder}", processes.ROOT / "examples" / folder / "export.py")
+    spec = importlib.util.spec_from_file_location(
+        f"examples_{folder}", processes.ROOT / "examples" / folder / "export.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -72,9 +76,13 @@ class _Positions(nn.Module):
 
 
 _OWN: dict[str, Callable[[], Case]] = {
-    "digits": lambda: Case(_example("digits", "network"), lambda n: (torch.rand(n, 1, 8, 8),), {"input": {0: Dim("batch", min=2)}}),
+    "digits": lambda: Case(
+        _example("digits", "network"), lambda n: (torch.rand(n, 1, 8, 8),), {"input": {0: Dim("batch", min=2)}}
+    ),
     "forces": lambda: Case(
-        _example("forces", "energy"), lambda n: (1.3 * n ** (1 / 3) * torch.rand(n, 3, dtype=torch.float64),), {"pos": {0: Dim("atoms", min=2)}}
+        _example("forces", "energy"),
+        lambda n: (1.3 * n ** (1 / 3) * torch.rand(n, 3, dtype=torch.float64),),
+        {"pos": {0: Dim("atoms", min=2)}},
     ),
     "makemore": lambda: Case(_Makemore(), lambda n: (torch.randint(0, 27, (n, 8)),), {"x": {0: Dim("batch", min=1)}}),
 }
@@ -94,7 +102,9 @@ class Program:
         self.relative = case.relative or 1e-3  # tolerance of the gradients
         dims = case.dynamic_shapes
         self.least = max((dim.min for spec in dims.values() for dim in spec.values()), default=1)
-        self.open = {a: {d: Dim(dim.__name__, min=dim.min, max=4096) for d, dim in spec.items()} for a, spec in dims.items()}
+        self.open = {
+            a: {d: Dim(dim.__name__, min=dim.min, max=4096) for d, dim in spec.items()} for a, spec in dims.items()
+        }
 
     def args(self, rows: int) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(1)
@@ -158,7 +168,8 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     loaded = {kind: aot_backward_runtime.load(packages[kind]) for kind in ("open", "fixed")}
     modules = {kind: p.module("module").train() for kind, p in loaded.items()}
     grads = {kind: p.grad("grad") for kind, p in loaded.items()}
-    steps = {kind: aot_backward_runtime.load(packages[kind]).step("step") for kind in loaded if program.has_step}  # a step trains its own weights
+    # A step trains its own weights
+    steps = {kind: aot_backward_runtime.load(packages[kind]).step("step") for kind in loaded if program.has_step}
 
     def eager(args: tuple[torch.Tensor, ...]) -> None:
         for p in parameters:
@@ -200,7 +211,11 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
         for door, gradients in found.items():
             for n, e in expected.items():
                 g = gradients[n]
-                if e is not None and g is not None and float((g - e).norm()) <= program.relative * max(float(e.norm()), 0.1 * largest):
+                if (
+                    e is not None
+                    and g is not None
+                    and float((g - e).norm()) <= program.relative * max(float(e.norm()), 0.1 * largest)
+                ):
                     continue
                 if e is not None or g is not None:
                     raise RuntimeError(f"{name}, {door}: the gradient of {n} differs from eager's")
@@ -240,7 +255,9 @@ def _samples(call: Callable[[], Any], context: Callable[[], Any] | None, count: 
 
 
 def _eager_step(program: Program, kind: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    optimizer = torch.optim.AdamW(program.loss.parameters(), lr=LEARNING_RATE, fused=kind == "fused", foreach=kind == "foreach")
+    optimizer = torch.optim.AdamW(
+        program.loss.parameters(), lr=LEARNING_RATE, fused=kind == "fused", foreach=kind == "foreach"
+    )
 
     def step(args: tuple[torch.Tensor, ...]) -> Any:
         optimizer.zero_grad()
@@ -253,7 +270,19 @@ def _eager_step(program: Program, kind: str) -> Callable[[tuple[torch.Tensor, ..
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    columns = ["model", "parameters", "rows", "threads", "eager", "module", "grad", "replay", "foreach", "fused", "step"]
+    columns = [
+        "model",
+        "parameters",
+        "rows",
+        "threads",
+        "eager",
+        "module",
+        "grad",
+        "replay",
+        "foreach",
+        "fused",
+        "step",
+    ]
     result = Result("doors", TITLE, [*columns, *(f"{d} x" for d in _DOORS)])
     kept = processes.WORK / "doors"
     kept.mkdir(parents=True, exist_ok=True)
@@ -296,7 +325,10 @@ def _measured(name: str, quick: bool, threads: list[int]) -> Iterator[dict[str, 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """Return how many times faster than the best eager peer each kind of entry is, with the better of its packages."""
     median = {p: t["median_s"] for p, t in row["times"].items()}
-    best = {**dict.fromkeys(PASSES, median["eager"]), **dict.fromkeys(STEPS, min((median[p] for p in OPTIMIZERS if p in median), default=0.0))}
+    best = {
+        **dict.fromkeys(PASSES, median["eager"]),
+        **dict.fromkeys(STEPS, min((median[p] for p in OPTIMIZERS if p in median), default=0.0)),
+    }
     ours = {door: [t for p, t in median.items() if p in (f"{door} open", f"{door} fixed")] for door in best}
     return {door: best[door] / min(times) for door, times in ours.items() if times}
 
@@ -317,18 +349,26 @@ def _conclude(result: Result) -> None:
         row, worst = min(of, key=lambda pair: pair[1])
         slower = sum(r < 0.97 for _, r in of)
         where = f"{worst:.2f} at worst ({row['model']}, {row['rows']} rows, {row['threads']} threads); below in {slower} of {len(of)}"
-        result.targets.append(Target(f"{door}: no row under 0.97 of the best of eager", where, worst >= 0.97, f"{0.97 - worst:.2f}"))
+        result.targets.append(
+            Target(f"{door}: no row under 0.97 of the best of eager", where, worst >= 0.97, f"{0.97 - worst:.2f}")
+        )
         mean = statistics.geometric_mean(r for row, r in of if row["parameters"] < SMALL)
-        result.notes.append(f"{door}: {mean:.2f} times the best of eager in the geometric mean of models under a million parameters")
+        result.notes.append(
+            f"{door}: {mean:.2f} times the best of eager in the geometric mean of models under a million parameters"
+        )
         if door == "module":
             asked = "module 1.5 times eager, geometric mean, models under a million parameters"
             result.targets.append(Target(asked, f"{mean:.2f}", mean >= 1.5, f"{1.5 - mean:.2f}"))
         static = [
-            row["times"][f"{door} open"]["median_s"] / row["times"][f"{door} fixed"]["median_s"] for row, _ in of if f"{door} fixed" in row["times"]
+            row["times"][f"{door} open"]["median_s"] / row["times"][f"{door} fixed"]["median_s"]
+            for row, _ in of
+            if f"{door} fixed" in row["times"]
         ]
         if static:
             mean, most = statistics.geometric_mean(static), max(static)
-            result.notes.append(f"{door}, {FIXED} rows: a dynamic batch takes {mean:.2f} times as long as a static one; {most:.2f} at most")
+            result.notes.append(
+                f"{door}, {FIXED} rows: a dynamic batch takes {mean:.2f} times as long as a static one; {most:.2f} at most"
+            )
     for rows in sorted({row["rows"] for row, _ in found}):
         some = [r for row, r in found if row["rows"] == rows]
         means = (f"{d} {statistics.geometric_mean(r[d] for r in some if d in r):.2f}" for d in _DOORS)

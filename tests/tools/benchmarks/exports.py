@@ -1,5 +1,6 @@
-"""Cold exports: seconds from an empty compile cache, with ``tune="none"``, of a module and of a training step, and of ``torch.compile``'s first
-forward and backward. Each in a process of its own, counted after torch and the library were imported.
+"""Cold exports: seconds from an empty compile cache, with ``tune="none"``, of a module and of a training step, and of
+``torch.compile``'s first forward and backward. Each in a process of its own, counted after torch and the library were
+imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from .report import Result, Target
 
 TITLE = "cold exports at real sizes, seconds"
 QUICK = ("mlp",)
-_STEP, _MODULE = 1.2, 0.6  # a step's export is at most this much of its module's, a module's of torch.compile's first call
+# A step's export is at most this much of its module's, a module's of torch.compile's first call
+_STEP, _MODULE = 1.2, 0.6
 
 _EXPORT = """
 import json, sys, time
@@ -50,7 +52,9 @@ def measure(quick: bool, threads: list[int]) -> Result:
                 caches = {"AOT_BACKWARD_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
                 found["seconds"][what] = processes.run(script, *arguments, threads=2, **caches)[1]["seconds"]
         module, step, compiled = found["seconds"].values()
-        result.rows.append([name, *(f"{s:.1f}" for s in (module, step, compiled)), f"{step / module:.2f}", f"{module / compiled:.2f}"])
+        result.rows.append(
+            [name, *(f"{s:.1f}" for s in (module, step, compiled)), f"{step / module:.2f}", f"{module / compiled:.2f}"]
+        )
         result.data.append(found)
     of_step = max((d["seconds"]["step"] / d["seconds"]["module"], d["model"]) for d in result.data)
     of_module = max((d["seconds"]["module"] / d["seconds"]["compile"], d["model"]) for d in result.data)

@@ -1,7 +1,8 @@
-"""Peak memory of a fresh process that makes N steps: the kernel's high-water mark of the process and of its largest child.
+"""Peak memory of a fresh process that makes N steps: the kernel's high-water mark of the process and of its largest
+child.
 
-A child is a compiler or one of Inductor's workers. ``compile, cold`` starts with an empty cache. The activations of the model (``programs.deep``)
-need more memory than its parameters.
+A child is a compiler or one of Inductor's workers. ``compile, cold`` starts with an empty cache. The activations of the
+model (``programs.deep``) need more memory than its parameters.
 """
 
 from __future__ import annotations
@@ -64,12 +65,15 @@ def measure(quick: bool, threads: list[int]) -> Result:
     for count in threads:
         found: dict[str, dict[str, float]] = {}
         with tempfile.TemporaryDirectory() as empty:
-            for peer in ["compile, warm", *peers] if not quick else peers:  # the first run warms the cache; the second run replaces it
+            # The first run warms the cache; the second run replaces it
+            for peer in ["compile, warm", *peers] if not quick else peers:
                 more = {"TORCHINDUCTOR_CACHE_DIR": str(Path(empty))} if peer == "compile, cold" else {}
                 _, found[peer] = processes.run(_SCRIPT, peer, name, package, STEPS, ROWS, threads=count, **more)
         for peer in peers:
             if peer != "import" and abs(found[peer]["norm"] / found["eager"]["norm"] - 1) > 1e-3:
-                raise RuntimeError(f"{peer}: expected gradients of norm {found['eager']['norm']}, got {found[peer]['norm']}")
+                raise RuntimeError(
+                    f"{peer}: expected gradients of norm {found['eager']['norm']}, got {found[peer]['norm']}"
+                )
         base = found["import"]["own"]
         for peer in peers:
             own, child = found[peer]["own"], found[peer]["child"]

@@ -1,8 +1,8 @@
 """Packages without PyTorch: start to the first gradient, peak memory, and calls, against PyTorch's runtime and eager.
 
-C and Python use both backends of the C library. Start: a whole fresh process with a gradient function of a small MLP. Calls: gradient functions and
-steps of the models of ``doors`` at their stored example. Each backend has its own process; they take turns; the figure is the median of medians.
-"""
+C and Python use both backends of the C library. Start: a whole fresh process with a gradient function of a small MLP.
+Calls: gradient functions and steps of the models of ``doors`` at their stored example. Each backend has its own
+process; they take turns; the figure is the median of medians."""
 
 from __future__ import annotations
 
@@ -80,7 +80,19 @@ def _build() -> Path:
     subprocess.run(["make", "-s", "-C", str(NATIVE), f"BUILD={folder}", "-j2"], check=True)
     source, program = Path(__file__).with_suffix(".c"), folder / "native"
     subprocess.run(
-        ["gcc", "-O2", str(source), "-o", str(program), "-I", str(NATIVE / "include"), "-L", str(folder), "-laot_backward", f"-Wl,-rpath,{folder}"],
+        [
+            "gcc",
+            "-O2",
+            str(source),
+            "-o",
+            str(program),
+            "-I",
+            str(NATIVE / "include"),
+            "-L",
+            str(folder),
+            "-laot_backward",
+            f"-Wl,-rpath,{folder}",
+        ],
         check=True,
     )
     return program
@@ -90,7 +102,9 @@ def _write_inputs(path: Path, tensors: list[torch.Tensor]) -> None:
     with path.open("wb") as file:
         for t in tensors:
             code, bits = _DTYPES[t.dtype]
-            file.write(struct.pack(f"<{3 + t.dim()}q", code, bits, t.dim(), *t.shape) + t.contiguous().numpy().tobytes())
+            file.write(
+                struct.pack(f"<{3 + t.dim()}q", code, bits, t.dim(), *t.shape) + t.contiguous().numpy().tobytes()
+            )
 
 
 def _whole(argv: list[str]) -> tuple[float, int]:
@@ -126,7 +140,9 @@ def _start(result: Result, program: Path, package: Path, rounds: int) -> None:
     for name, measured in found.items():
         seconds, peak = statistics.median(s for s, _ in measured), statistics.median(p for _, p in measured)
         result.rows.append(["start to the first gradient", name, f"{1e3 * seconds:.1f}", f"{peak / 1e6:.1f}", "", ""])
-        result.data.append({"what": "start", "by": name, "seconds": seconds, "peak": peak, "all_s": [s for s, _ in measured]})
+        result.data.append(
+            {"what": "start", "by": name, "seconds": seconds, "peak": peak, "all_s": [s for s, _ in measured]}
+        )
     _write_inputs(inputs, [torch.ones(2)])
     for backend in ("standalone", LIBTORCH):
         call = _asked([str(program), str(package), "tiny", backend, str(inputs), "0.5"])["call_s"]
@@ -161,16 +177,31 @@ def _calls(result: Result, program: Path, name: str, kind: str, quick: bool) -> 
     try:
         for _ in range(1 if quick else 5):
             for backend, calls in found.items():
-                calls.append(_asked([str(program), str(package), kind, backend, str(inputs), "0.1" if quick else "0.3"])["call_s"])
+                calls.append(
+                    _asked([str(program), str(package), kind, backend, str(inputs), "0.1" if quick else "0.3"])[
+                        "call_s"
+                    ]
+                )
     except RuntimeError as error:
-        result.rows.append([f"{name}, {parameters:,} parameters, {kind}", "C, standalone", "", "", "", str(error).rpartition(" calls ")[2][:60]])
+        result.rows.append(
+            [
+                f"{name}, {parameters:,} parameters, {kind}",
+                "C, standalone",
+                "",
+                "",
+                "",
+                str(error).rpartition(" calls ")[2][:60],
+            ]
+        )
         result.data.append({"what": kind, "model": name, "parameters": parameters, "refused": str(error)})
         return
     standalone, libtorch = (statistics.median(calls) for calls in found.values())
     label = f"{name}, {parameters:,} parameters, {kind}"
     result.rows.append([label, "C, standalone", "", "", f"{1e6 * standalone:.1f}", f"{libtorch / standalone:.2f}"])
     result.rows.append([label, "C, libtorch", "", "", f"{1e6 * libtorch:.1f}", "1.00"])
-    result.data.append({"what": kind, "model": name, "parameters": parameters, "standalone_s": standalone, "libtorch_s": libtorch})
+    result.data.append(
+        {"what": kind, "model": name, "parameters": parameters, "standalone_s": standalone, "libtorch_s": libtorch}
+    )
 
 
 def _conclude(result: Result) -> None:
@@ -185,10 +216,22 @@ def _conclude(result: Result) -> None:
             f"{1e3 * c['seconds'] - 5:.1f} ms",
         ),
         ("with at most 8 MB", f"{c['peak'] / 1e6:.1f} MB", c["peak"] <= 8e6, f"{c['peak'] / 1e6 - 8:.1f} MB"),
-        ("Python: within 60 ms over the interpreter's start", f"{1e3 * over:.0f} ms", over <= 0.06, f"{1e3 * over - 60:.0f} ms"),
+        (
+            "Python: within 60 ms over the interpreter's start",
+            f"{1e3 * over:.0f} ms",
+            over <= 0.06,
+            f"{1e3 * over - 60:.0f} ms",
+        ),
     ]
     tiny = min(d["call_s"] for d in result.data if d["what"] == "tiny" and d["by"] == "C, standalone")
-    said.append(("a call within 3 us over the raw library", f"{1e6 * tiny:.2f} us with it", tiny <= 3e-6, f"{1e6 * tiny - 3:.2f} us"))
+    said.append(
+        (
+            "a call within 3 us over the raw library",
+            f"{1e6 * tiny:.2f} us with it",
+            tiny <= 3e-6,
+            f"{1e6 * tiny - 3:.2f} us",
+        )
+    )
     rows = [d for d in result.data if "standalone_s" in d and d["parameters"] < LARGEST]
     if rows:
         speeds = {f"{d['model']}, {d['what']}": d["libtorch_s"] / d["standalone_s"] for d in rows}
@@ -196,6 +239,11 @@ def _conclude(result: Result) -> None:
         mean = statistics.geometric_mean(speeds.values())
         reached = f"{mean:.2f} in the geometric mean; below 0.9: {', '.join(f'{n} {s:.2f}' for s, n in slow) or 'none'}"
         said.append(
-            (f"standalone at least 0.9 of libtorch's speed, models under {LARGEST:,} parameters", reached, not slow, f"{len(slow)} of {len(rows)}")
+            (
+                f"standalone at least 0.9 of libtorch's speed, models under {LARGEST:,} parameters",
+                reached,
+                not slow,
+                f"{len(slow)} of {len(rows)}",
+            )
         )
     result.targets += [Target(*one) for one in said]

@@ -1,7 +1,9 @@
-"""A whole training step with AdamW as an ONNX graph run by onnxruntime, against the ``step`` entry of this runtime and eager's fused optimizer.
+"""A whole training step with AdamW as an ONNX graph run by onnxruntime, against the ``step`` entry of this runtime and
+eager's fused optimizer.
 
-The models and batches come from ``training``. There are two ways to call onnxruntime: with NumPy arrays, as a script would, and with the state kept
-as its OrtValues, which saves the copies. Each peer is a process; they take turns. The losses of five steps are compared before any timing.
+The models and batches come from ``training``. There are two ways to call onnxruntime: with NumPy arrays, as a script
+would, and with the state kept as its OrtValues, which saves the copies. Each peer is a process; they take turns. The
+losses of five steps are compared before any timing.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def _steps(spec: dict[str, Any]) -> Callable[[], Any]:
     session = onnxruntime.InferenceSession(spec["graph"], options, providers=["CPUExecutionProvider"])
     outputs = [o.name for o in session.get_outputs()]
     names = [i.name for i in session.get_inputs()]
-    arrays = [dict(zip(names, (x.numpy(), y.numpy()), strict=True)) for x, y in training.make(spec["model"], spec["rows"])[1]]
+    arrays = [
+        dict(zip(names, (x.numpy(), y.numpy()), strict=True)) for x, y in training.make(spec["model"], spec["rows"])[1]
+    ]
     state: dict[str, Any] = {}
     held = spec["peer"] == "onnx-held"
     if held:
@@ -80,7 +84,11 @@ print(json.dumps({"wrote": str(file.path)}))
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    result = Result("onnx_step", TITLE, ["model", "parameters", "rows", "threads", "nodes", *PEERS, "onnx/step", "onnx-held/step", "onnx-held/fused"])
+    result = Result(
+        "onnx_step",
+        TITLE,
+        ["model", "parameters", "rows", "threads", "nodes", *PEERS, "onnx/step", "onnx-held/step", "onnx-held/fused"],
+    )
     for name in ("mlp-10k",) if quick else MODELS:
         for rows in (16,) if quick else ROWS:
             package = processes.package(f"onnx-{name}-{rows}")
@@ -90,20 +98,46 @@ def measure(quick: bool, threads: list[int]) -> Result:
             nodes = len(onnx.load(graph).graph.node)
             for count in threads:
                 _measure(result, name, rows, package, graph, count, nodes, quick)
-    ratios = [min(d["times"][p]["median_s"] for p in ("onnx", "onnx-held")) / d["times"]["step"]["median_s"] for d in result.data]
+    ratios = [
+        min(d["times"][p]["median_s"] for p in ("onnx", "onnx-held")) / d["times"]["step"]["median_s"]
+        for d in result.data
+    ]
     mean = statistics.geometric_mean(ratios)
     reached = f"onnxruntime takes {mean:.2f} times as long, geometric mean; {min(ratios):.2f} to {max(ratios):.2f}"
-    result.targets.append(Target("this runtime's step never slower than onnxruntime's", reached, min(ratios) >= 1, f"{1 - min(ratios):.0%} at worst"))
+    result.targets.append(
+        Target(
+            "this runtime's step never slower than onnxruntime's",
+            reached,
+            min(ratios) >= 1,
+            f"{1 - min(ratios):.0%} at worst",
+        )
+    )
     return result
 
 
-def _measure(result: Result, name: str, rows: int, package: Path, graph: Path, threads: int, nodes: int, quick: bool) -> None:
+def _measure(
+    result: Result, name: str, rows: int, package: Path, graph: Path, threads: int, nodes: int, quick: bool
+) -> None:
     spec = {"model": name, "rows": rows, "package": str(package), "graph": str(graph), "threads": threads}
     peers = {p: Peer(__name__, {**spec, "peer": p}, threads=threads) for p in PEERS}
     losses, times = training.compare_and_time(peers, "fused", f"{name}, {rows} rows", quick)
     median = {p: t["median_s"] for p, t in times.items()}
     size = sum(p.numel() for p in training.make(name, rows)[0].parameters())
-    ratios = [median["onnx"] / median["step"], median["onnx-held"] / median["step"], median["onnx-held"] / median["fused"]]
+    ratios = [
+        median["onnx"] / median["step"],
+        median["onnx-held"] / median["step"],
+        median["onnx-held"] / median["fused"],
+    ]
     shown = [f"{1e6 * median[p]:.1f}" for p in PEERS]
     result.rows.append([name, str(size), str(rows), str(threads), str(nodes), *shown, *(f"{r:.2f}" for r in ratios)])
-    result.data.append({"model": name, "parameters": size, "rows": rows, "threads": threads, "nodes": nodes, "times": times, "losses": losses})
+    result.data.append(
+        {
+            "model": name,
+            "parameters": size,
+            "rows": rows,
+            "threads": threads,
+            "nodes": nodes,
+            "times": times,
+            "losses": losses,
+        }
+    )

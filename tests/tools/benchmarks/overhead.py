@@ -1,8 +1,10 @@
-"""Overhead of a call of a ``grad`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
+"""Overhead of a call of a ``grad`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process,
+in turn.
 
-``passed``: N tensors of four elements go in, the gradient of one comes back. ``returned``: N go in, N gradients come back in a dict.
-``bound``: one tensor goes in, N parameters are bound. The runner is torch's; it opens the library from the package. Its constants are bound as
-docs/format.md describes.
+``passed``: N tensors of four elements go in, the gradient of one comes back. ``returned``: N go in, N gradients come
+back in a dict.
+``bound``: one tensor goes in, N parameters are bound. The runner is torch's; it opens the library from the package. Its
+constants are bound as docs/format.md describes.
 """
 
 from __future__ import annotations
@@ -101,7 +103,11 @@ def serve(spec: dict[str, Any]) -> Any:
 
 def measure(quick: bool, threads: list[int]) -> Result:
     counts = [1] if quick else list(COUNTS)
-    result = Result("overhead", TITLE, ["tensors", "number", "threads", "raw", "grad", "over", "least over", "asked", "over / number"])
+    result = Result(
+        "overhead",
+        TITLE,
+        ["tensors", "number", "threads", "raw", "grad", "over", "least over", "asked", "over / number"],
+    )
     path = processes.package("overhead-quick" if quick else "overhead")
     if not (processes.REUSE and path.exists()):
         processes.run(_EXPORT, path, json.dumps(counts), threads=2)
@@ -122,7 +128,9 @@ def _add(result: Result, kind: str, n: int, threads: int, found: dict[str, dict[
     asked = 5e-6 + 0.3e-6 * (1 if kind == "bound" else n)
     shown = [f"{1e6 * v:.2f}" for v in (raw, ours, over, least, asked)]
     result.rows.append([kind, str(n), str(threads), *shown, f"{1e6 * over / n:.3f}"])
-    result.data.append({"kind": kind, "number": n, "threads": threads, "times": found, "over_s": over, "asked_s": asked})
+    result.data.append(
+        {"kind": kind, "number": n, "threads": threads, "times": found, "over_s": over, "asked_s": asked}
+    )
 
 
 def _conclude(result: Result) -> None:
@@ -137,7 +145,12 @@ def _conclude(result: Result) -> None:
     first, last = min(d["number"] for d in bound), max(d["number"] for d in bound)
     if first == last:
         return
-    mean = {n: sum(d["over_s"] for d in bound if d["number"] == n) / sum(d["number"] == n for d in bound) for n in (first, last)}
+    mean = {
+        n: sum(d["over_s"] for d in bound if d["number"] == n) / sum(d["number"] == n for d in bound)
+        for n in (first, last)
+    }
     each = 1e9 * (mean[last] - mean[first]) / (last - first)
     reached = f"{each:+.2f} ns each, {first} to {last}"
-    result.targets.append(Target("nothing for bound parameters (less than 1 ns each)", reached, each < 1, f"{each:.1f} ns each"))
+    result.targets.append(
+        Target("nothing for bound parameters (less than 1 ns each)", reached, each < 1, f"{each:.1f} ns each")
+    )

@@ -38,10 +38,13 @@ def now() -> float:
 
 
 def run(script: str, *arguments: object, threads: int, **more: str) -> tuple[float, dict[str, Any]]:
-    """Run ``script`` in a fresh process. Return its start time (:func:`now`) and the JSON of its last line of output."""
+    """Run ``script`` in a fresh process. Return its start time (:func:`now`) and the JSON of its last line of
+    output."""
     argv = [sys.executable, "-c", script, *map(str, arguments)]
     start = now()
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=environment(threads, **more), stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv, capture_output=True, text=True, cwd=ROOT, env=environment(threads, **more), stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         raise RuntimeError(f"a measured process failed:\n{done.stderr[-4000:]}")
     return start, json.loads(done.stdout.splitlines()[-1])
@@ -70,7 +73,9 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the measured process {self.spec} ended with status {self._process.wait()}. Its message is above.")
+            raise RuntimeError(
+                f"the measured process {self.spec} ended with status {self._process.wait()}. Its message is above."
+            )
         return json.loads(line)
 
 

@@ -90,7 +90,8 @@ print(json.dumps({"seconds": time.perf_counter() - start}))
 def export(name: str, rows: Sequence[int], kinds: str = "module,grad", **more: str) -> tuple[Path, float]:
     """Export a model in a fresh process: entries ``net`` and ``loss``, a static variant per batch size.
 
-    Return the package and the seconds of the export. They include the import of Inductor, but not of torch and this project."""
+    Return the package and the seconds of the export. They include the import of Inductor, but not of torch and this
+    project."""
     path = processes.package(f"{name}-{'-'.join(map(str, rows))}-{kinds.replace(',', '-')}")
     _, answer = processes.run(_EXPORT, name, path, ",".join(map(str, rows)), kinds, threads=2, **more)
     return path, float(answer["seconds"])

@@ -1,4 +1,5 @@
-"""Models of the sizes that people train or fine-tune on a CPU, 39 thousand to 66 million parameters, with one batch each."""
+"""Models of the sizes that people train or fine-tune on a CPU, 39 thousand to 66 million parameters, with one batch
+each."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class _Autocast(nn.Module):
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
-        self.words, self.layers, self.head = nn.Embedding(2000, 128), kind(128, 256, 2, batch_first=True), nn.Linear(256, CLASSES)
+        self.words, self.layers, self.head = (
+            nn.Embedding(2000, 128),
+            kind(128, 256, 2, batch_first=True),
+            nn.Linear(256, CLASSES),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.layers(self.words(x))[0][:, -1])
@@ -55,7 +60,10 @@ class _Graph(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.nodes = nn.Linear(16, width)
-        self.messages = nn.ModuleList(nn.Sequential(nn.Linear(2 * width + 1, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()) for _ in range(3))
+        self.messages = nn.ModuleList(
+            nn.Sequential(nn.Linear(2 * width + 1, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+            for _ in range(3)
+        )
         self.head = nn.Linear(width, CLASSES)
 
     def forward(self, h: torch.Tensor, pos: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
@@ -73,7 +81,8 @@ def _block(i: int, o: int) -> nn.Sequential:
 
 
 class _UNet(nn.Module):
-    """Two halvings with GroupNorm; with ``attention`` four heads attend at the smallest resolution, as diffusion models do."""
+    """Two halvings with GroupNorm; with ``attention`` four heads attend at the smallest resolution, as diffusion models
+    do."""
 
     def __init__(self, attention: bool, c: int = 32) -> None:
         super().__init__()
@@ -113,7 +122,9 @@ def _distilbert() -> nn.Module:
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
     return _Output(
-        DistilBertForSequenceClassification(DistilBertConfig(num_labels=CLASSES, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0))
+        DistilBertForSequenceClassification(
+            DistilBertConfig(num_labels=CLASSES, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0)
+        )
     )
 
 
@@ -140,7 +151,9 @@ def _vit() -> nn.Module:
 def _resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=CLASSES)
+    config = ResNetConfig(
+        embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", num_labels=CLASSES
+    )
     return _Output(ResNetForImageClassification(config))
 
 
@@ -154,7 +167,11 @@ def _mobilenet() -> nn.Module:
 def _convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    return _Output(ConvNextForImageClassification(ConvNextConfig(hidden_sizes=[40, 80, 160, 320], depths=[2, 2, 6, 2], num_labels=CLASSES)))
+    return _Output(
+        ConvNextForImageClassification(
+            ConvNextConfig(hidden_sizes=[40, 80, 160, 320], depths=[2, 2, 6, 2], num_labels=CLASSES)
+        )
+    )
 
 
 def _images(rows: int, size: int) -> Callable[[], Batch]:

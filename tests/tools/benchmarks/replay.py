@@ -1,9 +1,11 @@
-"""Recorded passes: the cost of a hit and of the first pass of a structure, against PyTorch's compiled autograd and eager, in turn.
+"""Recorded passes: the cost of a hit and of the first pass of a structure, against PyTorch's compiled autograd and
+eager, in turn.
 
-``hit``: a chain of N ``sin`` on one element; only the call of ``backward()`` is timed. Neither side runs a compiled graph: compiled autograd gets a
-body that does nothing, and ours stops before the call of the library. So the row compares only the lookup. ``first``: the first pass of such a
-structure. ``shapes``: one structure, with a batch that cycles among K sizes. ``step``: a whole hit with a real package of six layers. The notes have
-the peak memory of a fresh process over ten passes of a deep net.
+``hit``: a chain of N ``sin`` on one element; only the call of ``backward()`` is timed. Neither side runs a compiled
+graph: compiled autograd gets a body that does nothing, and ours stops before the call of the library. So the row
+compares only the lookup. ``first``: the first pass of such a structure. ``shapes``: one structure, with a batch that
+cycles among K sizes. ``step``: a whole hit with a real package of six layers. The notes have the peak memory of a fresh
+process over ten passes of a deep net.
 """
 
 from __future__ import annotations
@@ -32,23 +34,45 @@ def measure(quick: bool, threads: list[int]) -> Result:
     nodes, shapes = (NODES[:3], SHAPES[:2]) if quick else (NODES, SHAPES)
     package = processes.package("recorded")
     _, figures = processes.run(
-        _SCRIPT, json.dumps({"nodes": nodes, "shapes": shapes, "rounds": 1 if quick else 3, "package": str(package)}), threads=1
+        _SCRIPT,
+        json.dumps({"nodes": nodes, "shapes": shapes, "rounds": 1 if quick else 3, "package": str(package)}),
+        threads=1,
     )
-    result = Result("replay", TITLE, ["what", "number", "eager", "compiled autograd, empty body", "ours", "ours / compiled autograd", "ours / eager"])
+    result = Result(
+        "replay",
+        TITLE,
+        [
+            "what",
+            "number",
+            "eager",
+            "compiled autograd, empty body",
+            "ours",
+            "ours / compiled autograd",
+            "ours / eager",
+        ],
+    )
     for row in figures["rows"]:
         eager, theirs, ours = (row["times"].get(p, 0.0) * 1e6 for p in ("eager", "torch", "ours"))
         ratios = [f"{ours / theirs:.2f}" if theirs else "-", f"{ours / eager:.2f}" if eager else "-"]
-        result.rows.append([row["what"], str(row["number"]), *(f"{v:.1f}" if v else "-" for v in (eager, theirs, ours)), *ratios])
+        result.rows.append(
+            [row["what"], str(row["number"]), *(f"{v:.1f}" if v else "-" for v in (eager, theirs, ours)), *ratios]
+        )
         result.data.append(row)
     hits = [r for r in figures["rows"] if r["what"] == "hit"]
     worst = max(r["times"]["ours"] / r["times"]["torch"] for r in hits)
-    result.targets.append(Target("a hit costs at most PyTorch's own", f"{worst:.2f} of it at worst", worst <= 1, f"{worst - 1:.2f}"))
+    result.targets.append(
+        Target("a hit costs at most PyTorch's own", f"{worst:.2f} of it at worst", worst <= 1, f"{worst - 1:.2f}")
+    )
     slope = _slope([(r["number"], r["times"]["ours"]) for r in hits])
-    result.targets.append(Target("cost per node flat: log-log slope at most 1.05", f"{slope:.3f}", slope <= 1.05, f"{slope - 1.05:.3f}"))
+    result.targets.append(
+        Target("cost per node flat: log-log slope at most 1.05", f"{slope:.3f}", slope <= 1.05, f"{slope - 1.05:.3f}")
+    )
     by = {r["number"]: r["times"]["ours"] for r in figures["rows"] if r["what"] == "shapes"}
     if 64 in by:
         ratio = by[64] / by[1]
-        result.targets.append(Target("lookup among 64 variants at most 1.1 times one", f"{ratio:.3f}", ratio <= 1.1, f"{ratio - 1.1:.3f}"))
+        result.targets.append(
+            Target("lookup among 64 variants at most 1.1 times one", f"{ratio:.3f}", ratio <= 1.1, f"{ratio - 1.1:.3f}")
+        )
     for peer in ("eager", "replay"):
         _, memory = processes.run(_MEMORY, peer, package.with_name("recorded-deep.pt2"), threads=1)
         result.notes.append(f"peak memory over import torch, {peer}: {memory['peak'] / 1e6:.1f} MB")
@@ -61,7 +85,9 @@ def main(arguments: list[str]) -> None:
     rows: list[dict[str, Any]] = []
     for count in spec["nodes"]:
         chained = _Chain(count)
-        rows.append({"what": "hit", "number": count, "times": _medians(chained, spec["rounds"], max(20, 20_000 // count))})
+        rows.append(
+            {"what": "hit", "number": count, "times": _medians(chained, spec["rounds"], max(20, 20_000 // count))}
+        )
     for count in spec["nodes"]:
         rows.append({"what": "first", "number": count, "times": _first(_Chain(count))})
     layered = _Layers(spec["package"])
@@ -172,7 +198,8 @@ class _Layers:
         return time.perf_counter() - start
 
     def cycling(self, count: int) -> float:
-        """Cycle among ``count`` batch sizes around 256, so that every ``count`` has about the same amount of arithmetic."""
+        """Cycle among ``count`` batch sizes around 256, so that every ``count`` has about the same amount of
+        arithmetic."""
         import aot_backward_runtime
 
         sizes = [256 - count // 2 + i for i in range(count)]

@@ -28,7 +28,8 @@ class Target:
 
 @dataclass
 class Result:
-    """The results of a subject. ``rows`` are the rows of its table; ``data`` has the figures in base units (seconds, bytes)."""
+    """The results of a subject. ``rows`` are the rows of its table; ``data`` has the figures in base units (seconds,
+    bytes)."""
 
     subject: str
     title: str
@@ -39,7 +40,11 @@ class Result:
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        parts = [f"== {self.subject}: {self.title}", table(self.columns, self.rows), *(f"  {note}" for note in self.notes)]
+        parts = [
+            f"== {self.subject}: {self.title}",
+            table(self.columns, self.rows),
+            *(f"  {note}" for note in self.notes),
+        ]
         return "\n".join(parts)
 
 

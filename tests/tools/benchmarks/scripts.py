@@ -1,8 +1,9 @@
 """Whole steps of a training script (``unmodified.py``).
 
-The peers: the script unchanged, with ``fused=True``, under ``replay``, with its module attached to compiled code (``attached.py``), with both, and
-the native code alone without guards (``unchecked.py``), an upper bound. Each figure is the median over processes, which take turns. The losses of 50
-steps, and the parameters after ten, are first compared with eager's.
+The peers: the script unchanged, with ``fused=True``, under ``replay``, with its module attached to compiled code
+(``attached.py``), with both, and the native code alone without guards (``unchecked.py``), an upper bound. Each figure
+is the median over processes, which take turns. The losses of 50 steps, and the parameters after ten, are first compared
+with eager's.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .report import Result, Target
 
 TITLE = "a step of a training script (AdamW, clipping), microseconds (median), and how many times faster than unchanged"
 PEERS = ("foreach", "fused", "replay", "attach", "both", "unchecked")
-"""``foreach``: the unchanged script. ``replay``: the unchanged script under ``aot-backward replay``. ``attach``: the script plus one line. ``both``:
-the script with that line, under ``aot-backward replay``, for its optimizer steps."""
+"""``foreach``: the unchanged script. ``replay``: the unchanged script under ``aot-backward replay``. ``attach``: the
+script plus one line. ``both``: the script with that line, under ``aot-backward replay``, for its optimizer steps."""
 _OURS = PEERS[2:]
 SMALL = 200_000  # a model with fewer parameters counts as small
 _RECORDED = 150  # steps
@@ -29,7 +30,9 @@ _QUICK = ("mlp",)
 
 
 def measure(quick: bool, threads: list[int]) -> Result:
-    result = Result("scripts", TITLE, ["model", "parameters", "threads", *PEERS, *(f"{peer}/foreach" for peer in _OURS)])
+    result = Result(
+        "scripts", TITLE, ["model", "parameters", "threads", *PEERS, *(f"{peer}/foreach" for peer in _OURS)]
+    )
     for name in _QUICK if quick else unmodified.MODELS:
         for count in threads[:1] if quick else threads:
             found = _measured(name, count, steps=200 if quick else 600, rounds=1 if quick else 3)
@@ -68,10 +71,15 @@ def _measured(name: str, threads: int, steps: int, rounds: int) -> dict[str, lis
     eager = found["foreach"][0]
     for peer, runs in found.items():
         for run in runs:
-            if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(run["losses"], eager["losses"], strict=True)):
+            if not all(
+                math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5)
+                for a, b in zip(run["losses"], eager["losses"], strict=True)
+            ):
                 raise RuntimeError(f"{name}, {peer}: expected eager's losses {eager['losses']}, got {run['losses']}")
             if not math.isclose(run["after_ten"], eager["after_ten"], rel_tol=1e-4, abs_tol=1e-4):
-                raise RuntimeError(f"{name}, {peer}: expected parameters of sum {eager['after_ten']} after ten steps, got {run['after_ten']}")
+                raise RuntimeError(
+                    f"{name}, {peer}: expected parameters of sum {eager['after_ten']} after ten steps, got {run['after_ten']}"
+                )
     return found
 
 
@@ -81,7 +89,14 @@ def _command(*words: str | Path) -> list[str | Path]:
 
 def _run(arguments: list[Any], threads: int) -> dict[str, Any]:
     argv = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=processes.ROOT, env=processes.environment(threads), stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        cwd=processes.ROOT,
+        env=processes.environment(threads),
+        stdin=subprocess.DEVNULL,
+    )
     if done.returncode:
         raise RuntimeError(f"a measured process failed:\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -95,6 +110,15 @@ def _conclude(result: Result) -> None:
         worst = min(ratios, key=ratios.__getitem__)
         mean, value = math.exp(statistics.fmean(map(math.log, ratios.values()))), ratios[worst]
         reached = f"{mean:.2f} in the geometric mean, {value:.2f} at worst ({worst})"
-        result.targets.append(Target(f"{peer}: whole steps {asked} times faster than eager's default", reached, mean >= asked, f"{asked - mean:.2f}"))
+        result.targets.append(
+            Target(
+                f"{peer}: whole steps {asked} times faster than eager's default",
+                reached,
+                mean >= asked,
+                f"{asked - mean:.2f}",
+            )
+        )
     most = math.exp(statistics.fmean(math.log(d["seconds"]["foreach"] / d["seconds"]["unchecked"]) for d in small))
-    result.notes.append(f"unchecked, the native code with the script's loss and PyTorch's engine: geometric mean {most:.2f}")
+    result.notes.append(
+        f"unchecked, the native code with the script's loss and PyTorch's engine: geometric mean {most:.2f}"
+    )

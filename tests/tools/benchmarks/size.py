@@ -1,7 +1,8 @@
 """Seconds of an export, bytes of a package, and bytes of each library against the nodes of its graph.
 
-Each model exports a ``module`` entry (three libraries) in a fresh process; the seconds include the import of Inductor. The first row starts with an
-empty cache. The other cold exports have the compiler's precompiled headers, but no compiled graph. The warm ones have both.
+Each model exports a ``module`` entry (three libraries) in a fresh process; the seconds include the import of Inductor.
+The first row starts with an empty cache. The other cold exports have the compiler's precompiled headers, but no
+compiled graph. The warm ones have both.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ def measure(quick: bool, threads: list[int]) -> Result:
 def _add(result: Result, label: str, package: Path, cold: float, warm: float) -> None:
     with zipfile.ZipFile(package) as archive:
         sizes = {m.filename.partition("/")[2]: m.file_size for m in archive.infolist()}
-        manifest = json.loads(archive.read(next(m for m in archive.namelist() if m.endswith("extra/aot_backward/manifest.json"))))
+        manifest = json.loads(
+            archive.read(next(m for m in archive.namelist() if m.endswith("extra/aot_backward/manifest.json")))
+        )
     weights = sum(s for m, s in sizes.items() if m.endswith("weights.safetensors"))
-    libraries = {n: {"nodes": spec["nodes"], "bytes": sizes[spec["member"]]} for n, spec in manifest["libraries"].items()}
+    libraries = {
+        n: {"nodes": spec["nodes"], "bytes": sizes[spec["member"]]} for n, spec in manifest["libraries"].items()
+    }
     total = package.stat().st_size
     first = [label, f"{cold:.1f}", f"{warm:.1f}", f"{total / 1e3:.0f}", f"{weights / 1e3:.0f}"]
     for name, found in libraries.items():
@@ -55,7 +60,9 @@ def _add(result: Result, label: str, package: Path, cold: float, warm: float) ->
         result.rows.append([*first, *shown, f"{found['bytes'] / allowed:.2f}"])
         first = ["", "", "", "", ""]
     seconds = {"cold_s": cold, "warm_s": warm}
-    result.data.append({"model": label, **seconds, "package_bytes": total, "weights_bytes": weights, "libraries": libraries})
+    result.data.append(
+        {"model": label, **seconds, "package_bytes": total, "weights_bytes": weights, "libraries": libraries}
+    )
 
 
 def _conclude(result: Result) -> None:

@@ -1,8 +1,10 @@
-"""Module, grad and step at the sizes that people train (:mod:`.real_models`), with eager and ``torch.compile`` in turn in one process.
+"""Module, grad and step at the sizes that people train (:mod:`.real_models`), with eager and ``torch.compile`` in turn
+in one process.
 
-One package per model holds the three entries, exported with the default settings. Gradients and the first loss are compared with eager's before
-anything is timed. Ratios are of minima, because noise only adds time. Peak memory is the high-water mark of a process that takes five steps. Each
-model's figures are kept in ``sizes/`` of the work folder; ``--reuse`` goes on from there.
+One package per model holds the three entries, exported with the default settings. Gradients and the first loss are
+compared with eager's before anything is timed. Ratios are of minima, because noise only adds time. Peak memory is the
+high-water mark of a process that takes five steps. Each model's figures are kept in ``sizes/`` of the work folder;
+``--reuse`` goes on from there.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ TITLE = "forward and backward, and a whole step with AdamW, at real sizes: milli
 DOORS = ("module", "grad", "step")
 QUICK = ("mlp",)
 ALLOWED = {1: 0.98, 2: 1.0}  # threads to the least ratio that is no loss: one thread's measurements vary by 2 %
-_DIFFERENCE = 1e-2  # of a gradient's norm, or of a tenth of the largest; eager's gradients of MobileNet are 0.003 from those in float64
-_OF_BFLOAT16 = 5e-2  # under autocast, and of the loss a tenth of it; eager's gradients of the transformers are 0.005 to 0.01 from those in float64
+# Of a gradient's norm, or of a tenth of the largest; eager's gradients of MobileNet are 0.003 from those in float64
+_DIFFERENCE = 1e-2
+# Under autocast, and of the loss a tenth of it; eager's gradients of the transformers are 0.005 to 0.01 from those in
+# float64
+_OF_BFLOAT16 = 5e-2
 _RATE = 1e-6  # see training.LEARNING_RATE
 
 
@@ -159,7 +164,9 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
                 raise RuntimeError(f"{name}, {peer}: expected gradients of {sorted(expected)}, got {sorted(made)}")
             worst = max(float((made[n] - g).norm()) / max(float(g.norm()), scale, 1e-9) for n, g in expected.items())
             if not worst <= (_OF_BFLOAT16 if name in real_models.AUTOCAST else _DIFFERENCE):
-                raise RuntimeError(f"{name}, {peer}: expected eager's gradients, got a difference of {worst:.2g} of their norm")
+                raise RuntimeError(
+                    f"{name}, {peer}: expected eager's gradients, got a difference of {worst:.2g} of their norm"
+                )
         first, ours = float(calls["fused"]().detach()), float(calls["step"]())
         if not math.isclose(first, ours, rel_tol=0.1 * _OF_BFLOAT16 if name in real_models.AUTOCAST else 1e-4):
             raise RuntimeError(f"{name}, step: expected eager's loss {first}, got {ours}")
@@ -213,7 +220,9 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
 
 def _add(result: Result, row: dict[str, Any]) -> None:
     least = {p: t["min_s"] for p, t in row["times"].items()}
-    times = [f"{1e3 * least[p]:.2f}" if p in least else "-" for p in ("eager", "compile", "module", "grad", "fused", "step")]
+    times = [
+        f"{1e3 * least[p]:.2f}" if p in least else "-" for p in ("eager", "compile", "module", "grad", "fused", "step")
+    ]
     compiled = f"{least['compile'] / least['grad']:.2f}" if "compile" in least else "-"
     memory = f"{row['peak_bytes']['step'] / row['peak_bytes']['eager']:.2f}"
     faster = [f"{r:.2f}" for r in ratios(row).values()]
@@ -228,7 +237,14 @@ def _conclude(result: Result) -> None:
     autocast = [ratios(row)["grad"] for row in result.data if row["model"] in real_models.AUTOCAST]
     if autocast:
         worst = min(autocast)
-        result.targets.append(Target("grad under autocast: 1.2 of eager under autocast", f"{worst:.2f} at worst", worst >= 1.2, f"{1.2 - worst:.2f}"))
+        result.targets.append(
+            Target(
+                "grad under autocast: 1.2 of eager under autocast",
+                f"{worst:.2f} at worst",
+                worst >= 1.2,
+                f"{1.2 - worst:.2f}",
+            )
+        )
     float32 = [row for row in result.data if row["model"] not in real_models.AUTOCAST]
     for door in DOORS:
         of = [(row, ratios(row)[door]) for row in float32]
@@ -236,13 +252,23 @@ def _conclude(result: Result) -> None:
         least = ALLOWED.get(row["threads"], 1.0)
         slower = sum(r < ALLOWED.get(row["threads"], 1.0) for row, r in of)
         reached = f"{worst:.2f} at worst ({row['model']}, {row['threads']} threads); slower in {slower} of {len(of)}"
-        result.targets.append(Target(f"{door}: no row slower than eager", reached, worst >= least, f"{least - worst:.2f}"))
+        result.targets.append(
+            Target(f"{door}: no row slower than eager", reached, worst >= least, f"{least - worst:.2f}")
+        )
         mean, wanted = statistics.geometric_mean(r for _, r in of), (asked if avx512 else other)[door]
-        result.targets.append(Target(f"{door}: {wanted} of eager, geometric mean", f"{mean:.2f}", mean >= wanted, f"{wanted - mean:.2f}"))
-    compiled = [row["times"]["compile"]["min_s"] / row["times"]["grad"]["min_s"] for row in float32 if "compile" in row["times"]]
+        result.targets.append(
+            Target(f"{door}: {wanted} of eager, geometric mean", f"{mean:.2f}", mean >= wanted, f"{wanted - mean:.2f}")
+        )
+    compiled = [
+        row["times"]["compile"]["min_s"] / row["times"]["grad"]["min_s"] for row in float32 if "compile" in row["times"]
+    ]
     if compiled:
         mean = statistics.geometric_mean(compiled)
-        result.targets.append(Target("grad: 1.3 of torch.compile, geometric mean", f"{mean:.2f}", mean >= 1.3, f"{1.3 - mean:.2f}"))
+        result.targets.append(
+            Target("grad: 1.3 of torch.compile, geometric mean", f"{mean:.2f}", mean >= 1.3, f"{1.3 - mean:.2f}")
+        )
     memory = {row["model"]: row["peak_bytes"]["step"] / row["peak_bytes"]["eager"] for row in result.data}
     name, most = max(memory.items(), key=lambda pair: pair[1])
-    result.targets.append(Target("peak memory of a step at most eager's", f"{most:.2f} at most ({name})", most <= 1, f"{most - 1:.2f}"))
+    result.targets.append(
+        Target("peak memory of a step at most eager's", f"{most:.2f} at most ({name})", most <= 1, f"{most - 1:.2f}")
+    )

@@ -1,7 +1,9 @@
-"""Overhead of a call of a ``step`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process, in turn.
+"""Overhead of a call of a ``step`` entry over ``AOTIModelContainerRunnerCpu.run`` on the same library, in one process,
+in turn.
 
-The step multiplies its input by N parameters of one element and passes them to the optimizer, which is almost no work. The runner is torch's, on the
-library from the package. Its constants are bound to separate tensors as docs/format.md describes.
+The step multiplies its input by N parameters of one element and passes them to the optimizer, which is almost no work.
+The runner is torch's, on the library from the package. Its constants are bound to separate tensors as docs/format.md
+describes.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def entries(counts: list[int]) -> dict[str, Any]:
     for n in counts:
         for name in OPTIMIZERS:
             net = Product(n)
-            out[f"{name}_{n}"] = ab.Step(net, [ab.Variant((torch.ones(1),))], getattr(torch.optim, name)(net.parameters(), lr=1e-6))
+            out[f"{name}_{n}"] = ab.Step(
+                net, [ab.Variant((torch.ones(1),))], getattr(torch.optim, name)(net.parameters(), lr=1e-6)
+            )
     return out
 
 
@@ -72,7 +76,9 @@ def serve(spec: dict[str, Any]) -> Any:
         constants = {}
         for constant in package.manifest.libraries[library].constants:
             weight = package.manifest.weights[constant.weight]
-            constants[constant.name] = torch.full(weight.shape, 1e-6 if constant.name == "numbers" else 1.0, dtype=getattr(torch, weight.dtype))
+            constants[constant.name] = torch.full(
+                weight.shape, 1e-6 if constant.name == "numbers" else 1.0, dtype=getattr(torch, weight.dtype)
+            )
         runner.update_constant_buffer(constants, False, True, True)
         return runner, constants
 
@@ -97,14 +103,25 @@ def measure(quick: bool, threads: list[int]) -> Result:
             for n in counts:
                 found = peer.ask(entry=f"{name}_{n}", rounds=1 if quick else 8, seconds=0.01 if quick else 0.05)
                 raw, ours = found["raw"]["median_s"], found["step"]["median_s"]
-                shown = [f"{1e6 * v:.2f}" for v in (raw, ours, ours - raw, found["step"]["min_s"] - found["raw"]["min_s"])]
+                shown = [
+                    f"{1e6 * v:.2f}" for v in (raw, ours, ours - raw, found["step"]["min_s"] - found["raw"]["min_s"])
+                ]
                 result.rows.append([name, str(n), str(count), *shown])
-                result.data.append({"optimizer": name, "parameters": n, "threads": count, "times": found, "over_s": ours - raw})
+                result.data.append(
+                    {"optimizer": name, "parameters": n, "threads": count, "times": found, "over_s": ours - raw}
+                )
         peer.close()
     worst = max(result.data, key=lambda d: d["over_s"])
     over = worst["over_s"]
-    reached = f"{1e6 * over:.2f} µs ({worst['optimizer']}, {worst['parameters']} parameters, {worst['threads']} threads)"
+    reached = (
+        f"{1e6 * over:.2f} µs ({worst['optimizer']}, {worst['parameters']} parameters, {worst['threads']} threads)"
+    )
     result.targets.append(
-        Target("a step 8 µs over the raw runner, for any number of parameters", reached, over <= ASKED, f"{1e6 * (over - ASKED):.2f} µs")
+        Target(
+            "a step 8 µs over the raw runner, for any number of parameters",
+            reached,
+            over <= ASKED,
+            f"{1e6 * (over - ASKED):.2f} µs",
+        )
     )
     return result

@@ -1,7 +1,8 @@
-"""``python -m tests.tools.benchmarks.summary [--write]``: the speed figures of README.md, from the newest "doors" and "sizes" of docs/benchmarks.
+"""``python -m tests.tools.benchmarks.summary [--write]``: the speed figures of README.md, from the newest "doors" and
+"sizes" of docs/benchmarks.
 
-Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test compares the two. The site's
-start page has the same figures.
+Prints the lines of README.md between ``<!-- speed -->`` and ``<!-- /speed -->``; ``--write`` puts them there. A test
+compares the two. The site's start page has the same figures.
 """
 
 from __future__ import annotations
@@ -29,9 +30,17 @@ def measurements(docs: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def newest(docs: Path, subject: str) -> tuple[Path, dict[str, Any]]:
     """Return the last file with figures of ``subject``, and these figures."""
-    found = [(path, s) for path, d in measurements(docs) if not d.get("quick") for s in d.get("subjects", ()) if s["subject"] == subject]
+    found = [
+        (path, s)
+        for path, d in measurements(docs)
+        if not d.get("quick")
+        for s in d.get("subjects", ())
+        if s["subject"] == subject
+    ]
     if not found:
-        raise ValueError(f"docs/benchmarks: expected a file with figures of {subject!r}, got none. Run `python -m tests.tools.benchmarks`.")
+        raise ValueError(
+            f"docs/benchmarks: expected a file with figures of {subject!r}, got none. Run `python -m tests.tools.benchmarks`."
+        )
     return found[-1]
 
 
@@ -50,7 +59,11 @@ def lines(docs: Path) -> str:
     of = f"{len(models)} small models, {min(counts)} to {max(counts):,} parameters"
     rows = [row for row in newest(docs, "sizes")[1]["data"] if row["model"] not in real_models.AUTOCAST]
     large = {kind: times(geometric_mean(sizes.ratios(row)[kind] for row in rows)) for kind in sizes.DOORS}
-    every = [(ratio, f"`{kind}` of {_NAMES.get(row['model'], row['model'])}") for row in rows for kind, ratio in sizes.ratios(row).items()]
+    every = [
+        (ratio, f"`{kind}` of {_NAMES.get(row['model'], row['model'])}")
+        for row in rows
+        for kind, ratio in sizes.ratios(row).items()
+    ]
     (least, slowest), (most, fastest) = min(every), max(every)
     millions = max(row["parameters"] for row in rows) / 1e6
     return (
@@ -68,7 +81,9 @@ def times(ratio: float) -> str:
 def written(readme: str, text: str) -> str:
     """Return ``readme`` with ``text`` as its lines."""
     if not _LINES.search(readme):
-        raise ValueError("README.md: expected <!-- speed --> and <!-- /speed -->, got none. Put the two around the figures.")
+        raise ValueError(
+            "README.md: expected <!-- speed --> and <!-- /speed -->, got none. Put the two around the figures."
+        )
     return _LINES.sub(lambda _: text, readme)
 
 

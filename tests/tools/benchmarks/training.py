@@ -1,8 +1,8 @@
 """A whole training step with AdamW: the ``step`` entry against eager and ``torch.compile``.
 
-Eager has a fused and a foreach optimizer. ``torch.compile`` compiles the model, model and optimizer, or one function that does everything. Each
-model, batch, peer and number of threads has its own process; the peers of a row take turns. The losses of five steps are compared with eager's before
-any timing.
+Eager has a fused and a foreach optimizer. ``torch.compile`` compiles the model, model and optimizer, or one function
+that does everything. Each model, batch, peer and number of threads has its own process; the peers of a row take turns.
+The losses of five steps are compared with eager's before any timing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PEERS = ("foreach", "fused", "compile", "compile-optimizer", "compile-all", "ste
 COMPILED = ("compile", "compile-optimizer", "compile-all")
 ROWS = (1, 16, 256)
 SMALL = 200_000
-"""A model with fewer parameters counts as small. Larger ones are measured only with the smallest and the largest batch."""
+"""A model with fewer parameters counts as small. Larger ones are measured only with the smallest and the largest
+batch."""
 
 
 def _mlp(*widths: int) -> nn.Module:
@@ -52,7 +53,12 @@ class _Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
         )
         self.head = nn.Linear(16 * 4, 10)
 
@@ -72,7 +78,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 LEARNING_RATE = 1e-6
-"""So small that thousands of steps hardly change the gradients. Otherwise the benchmark would time numbers near zero (denormals)."""
+"""So small that thousands of steps hardly change the gradients. Otherwise the benchmark would time numbers near zero
+(denormals)."""
 
 
 def make(name: str, rows: int) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -108,7 +115,9 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 
 
 def _eager(peer: str, model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=peer in ("fused", "compile"), foreach=peer == "foreach")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, fused=peer in ("fused", "compile"), foreach=peer == "foreach"
+    )
     if peer == "compile-optimizer" or peer == "compile-all":
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
@@ -162,14 +171,20 @@ def measure(quick: bool, threads: list[int]) -> Result:
     return result
 
 
-def compare_and_time(peers: dict[str, Peer], eager: str, what: str, quick: bool) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Return the losses of each peer's first steps and its times. Raise if the losses differ from the peer ``eager``. Close the peers."""
+def compare_and_time(
+    peers: dict[str, Peer], eager: str, what: str, quick: bool
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """Return the losses of each peer's first steps and its times. Raise if the losses differ from the peer ``eager``.
+    Close the peers."""
     losses = {p: peer.ask(do="losses") for p, peer in peers.items()}
     for p, made in losses.items():
         if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4) for a, b in zip(made, losses[eager], strict=True)):
             raise RuntimeError(f"{what}, {p}: expected eager's losses {losses[eager]}, got {made}. Nothing was timed.")
     counts = {p: peer.ask(do="batch") for p, peer in peers.items()}
-    timed = {p: lambda peer=peer, count=counts[p]: peer.ask(do="time", count=count, seconds=0.01 if quick else 0.08) for p, peer in peers.items()}
+    timed = {
+        p: lambda peer=peer, count=counts[p]: peer.ask(do="time", count=count, seconds=0.01 if quick else 0.08)
+        for p, peer in peers.items()
+    }
     times = {p: clock.summary(s) for p, s in clock.interleaved(timed, 1 if quick else 4).items()}
     for peer in peers.values():
         peer.close()
@@ -188,7 +203,9 @@ def _measure(result: Result, name: str, rows: int, package: Path, threads: int, 
     shown = [f"{1e6 * median[p]:.1f}" if p in median else "-" for p in PEERS]
     ratios = ["-" if math.isnan(compiled) else f"{compiled / median['step']:.2f}", f"{best / median['step']:.2f}"]
     result.rows.append([name, str(size), str(rows), str(threads), *shown, *ratios])
-    result.data.append({"model": name, "parameters": size, "rows": rows, "threads": threads, "times": times, "losses": losses})
+    result.data.append(
+        {"model": name, "parameters": size, "rows": rows, "threads": threads, "times": times, "losses": losses}
+    )
 
 
 def _conclude(result: Result) -> None:
@@ -207,5 +224,11 @@ def _conclude(result: Result) -> None:
         asked = "3x the best compiled peer, geometric mean, models under 200 thousand parameters"
         result.targets.append(Target(asked, f"{mean:.2f}x", mean >= 3, f"{3 - mean:.2f}x"))
         for rows in ROWS:
-            some = [ratio(d, COMPILED) for d in result.data if d["parameters"] < SMALL and d["rows"] == rows and "compile" in d["times"]]
-            result.notes.append(f"small models, {rows} rows: {statistics.geometric_mean(some):.2f}x the best compiled peer")
+            some = [
+                ratio(d, COMPILED)
+                for d in result.data
+                if d["parameters"] < SMALL and d["rows"] == rows and "compile" in d["times"]
+            ]
+            result.notes.append(
+                f"small models, {rows} rows: {statistics.geometric_mean(some):.2f}x the best compiled peer"
+            )

@@ -1,9 +1,10 @@
-"""``python -m tests.tools.benchmarks.unchecked MODEL EXPORTED PACKAGE STEPS``: the steps of ``unmodified.py``, by native code without guards.
+"""``python -m tests.tools.benchmarks.unchecked MODEL EXPORTED PACKAGE STEPS``: the steps of ``unmodified.py``, by
+native code without guards.
 
-The native code comes from the exported module and the recorded optimizer steps. A replay that leaves the loss and ``backward()`` to the script cannot
-be faster. The module's call keeps PyTorch's part: an ``autograd.Function`` that takes the parameters and saves the tensors that its backward reads.
-It checks nothing: no arguments, no parameters, no gradients, no state, no hooks, no modes. Its output has the same form as that of ``unmodified.py``.
-"""
+The native code comes from the exported module and the recorded optimizer steps. A replay that leaves the loss and
+``backward()`` to the script cannot be faster. The module's call keeps PyTorch's part: an ``autograd.Function`` that
+takes the parameters and saves the tensors that its backward reads. It checks nothing: no arguments, no parameters, no
+gradients, no state, no hooks, no modes. Its output has the same form as that of ``unmodified.py``."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _WARM = 3  # eager steps; they make the optimizer's state
 
 class _Unchecked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, made: _Made, sizes: dict[str, int], x: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, made: _Made, sizes: dict[str, int], x: torch.Tensor, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         forward = made.of.forward
         lists = made.forward(forward._operands((x,), sizes, (), ())), (x,), made.state
         ctx.set_materialize_grads(False)
@@ -108,13 +111,24 @@ def main(name: str, exported: str, package: str, steps: int) -> None:
             after_ten = sum(p.double().sum().item() for p in parameters)
         if step == _WARM - 1:
             net = _Made(module, given[0])
-            clip = next(c for codes in session.steps.table._codes.values() for c in codes if isinstance(c, CompiledClipping))
+            clip = next(
+                c for codes in session.steps.table._codes.values() for c in codes if isinstance(c, CompiledClipping)
+            )
             clip.bind(gradients)
             limit = clip._vector(1.0, False)
             update = session.steps.table._bind(name_of(type(optimizer)), optimizer)
             written, numbers = update._written.tensors, update._vector
     count = sum(p.numel() for p in parameters)
-    print(json.dumps({"seconds": statistics.median(times[len(times) // 2 :]), "losses": losses, "parameters": count, "after_ten": after_ten}))
+    print(
+        json.dumps(
+            {
+                "seconds": statistics.median(times[len(times) // 2 :]),
+                "losses": losses,
+                "parameters": count,
+                "after_ten": after_ten,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""``python -m tests.tools.benchmarks.unmodified MODEL foreach|fused STEPS``: an ordinary training script that does not import this project.
+"""``python -m tests.tools.benchmarks.unmodified MODEL foreach|fused STEPS``: an ordinary training script that does not
+import this project.
 
-It prints JSON: the median time of a step in the second half, the losses of the first 50 steps, the number of parameters, and their sum after ten
-steps.
+It prints JSON: the median time of a step in the second half, the losses of the first 50 steps, the number of
+parameters, and their sum after ten steps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        q, k, v = (t.view(rows, length, 4, width // 4).transpose(1, 2) for t in self.qkv(self.before_attention(x)).split(width, dim=2))
+        q, k, v = (
+            t.view(rows, length, 4, width // 4).transpose(1, 2)
+            for t in self.qkv(self.before_attention(x)).split(width, dim=2)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
         x = x + self.out(attended)
         return x + self.down(F.gelu(self.up(self.before_mlp(x))))
@@ -82,7 +86,9 @@ def cross_entropy(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
 
 
-def proximal_policy(net: nn.Module, states: torch.Tensor, actions: torch.Tensor, old: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+def proximal_policy(
+    net: nn.Module, states: torch.Tensor, actions: torch.Tensor, old: torch.Tensor, gain: torch.Tensor
+) -> torch.Tensor:
     logits, values = net(states)
     all_logs = F.log_softmax(logits, dim=-1)
     ratio = (all_logs.gather(1, actions[:, None]).squeeze(1) - old).exp()
@@ -108,7 +114,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], int, Ca
         cross_entropy,
     ),
     "ppo": (ActorCritic, transitions, 64, proximal_policy),
-    "next-character": (NextCharacter, lambda n: (torch.randint(0, 27, (n, 3)), torch.randint(0, 27, (n,))), 32, cross_entropy),
+    "next-character": (
+        NextCharacter,
+        lambda n: (torch.randint(0, 27, (n, 3)), torch.randint(0, 27, (n,))),
+        32,
+        cross_entropy,
+    ),
     "digits": (Digits, lambda n: (torch.randn(n, 1, 8, 8), torch.randint(0, 10, (n,))), 32, cross_entropy),
     "transformer-30k": (lambda: Transformer(32), tokens, 8, cross_entropy),
     "transformer-110k": (lambda: Transformer(64), tokens, 16, cross_entropy),
@@ -138,7 +149,16 @@ def main(name: str, how: str, steps: int, prepare: Callable[[nn.Module], object]
         if step == 9:
             after_ten = sum(p.double().sum().item() for p in net.parameters())
     count = sum(p.numel() for p in net.parameters())
-    print(json.dumps({"seconds": statistics.median(times[len(times) // 2 :]), "losses": losses, "parameters": count, "after_ten": after_ten}))
+    print(
+        json.dumps(
+            {
+                "seconds": statistics.median(times[len(times) // 2 :]),
+                "losses": losses,
+                "parameters": count,
+                "after_ten": after_ten,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""``python -m tests.tools.browser --docs docs/benchmarks/DATE-browser``: examples/browser in Node.js and in Chromium, beside eager and the C library.
+"""``python -m tests.tools.browser --docs docs/benchmarks/DATE-browser``: examples/browser in Node.js and in Chromium,
+beside eager and the C library.
 
-All train the same network on the same batches with the same dropout masks. Steps as ONNX graphs run in onnxruntime for Python, Node.js and browsers.
-The types of ``index.d.mts`` are compiled by tsc. It needs emscripten, Node.js with npm, and Chromium. Writes DOCS.md.
+All train the same network on the same batches with the same dropout masks. Steps as ONNX graphs run in onnxruntime for
+Python, Node.js and browsers. The types of ``index.d.mts`` are compiled by tsc. It needs emscripten, Node.js with npm,
+and Chromium. Writes DOCS.md.
 """
 
 from __future__ import annotations
@@ -54,12 +56,15 @@ class Browser:
                 shutil.copy(source, folder)
         self.load = os.getloadavg()[0]
         progress("npm install")
-        self.run("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES)  # a script would fetch CUDA
+        # A script would fetch CUDA
+        self.run("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", *PACKAGES)
         self.program = runpy.run_path(str(EXAMPLE / "export.py"))
         self.program["write_images"](folder / "digits.bin")
         progress("exporting")
         began = time.perf_counter()
-        self.run(sys.executable, "-m", "aot_backward.cli", "export", "export.py:entries", "--format", "wasm", "-o", "digits")
+        self.run(
+            sys.executable, "-m", "aot_backward.cli", "export", "export.py:entries", "--format", "wasm", "-o", "digits"
+        )
         self.export_seconds = time.perf_counter() - began
         ab.export(folder / "digits.pt2", self.program["entries"](), runtime="standalone")
         entry = self.program["entries"]()["train"]
@@ -78,7 +83,9 @@ class Browser:
         for t in values:
             graph.graph.initializer.remove(t)
         onnx.save(graph, self.folder / "web.onnx")
-        state = {name: {"type": str(v.dtype), "shape": v.shape, "data": v.reshape(-1).tolist()} for name, v in arrays.items()}
+        state = {
+            name: {"type": str(v.dtype), "shape": v.shape, "data": v.reshape(-1).tolist()} for name, v in arrays.items()
+        }
         (self.folder / "state.json").write_text(json.dumps(state))
 
     def run(self, *argv: object) -> str:
@@ -127,7 +134,11 @@ class Browser:
 
         def step(images: torch.Tensor, labels: torch.Tensor) -> float:
             nonlocal state
-            results = dict(zip(names, session.run(names, {"input": images.numpy(), "target": labels.numpy(), **state}), strict=True))
+            results = dict(
+                zip(
+                    names, session.run(names, {"input": images.numpy(), "target": labels.numpy(), **state}), strict=True
+                )
+            )
             state = {n.removeprefix("updated."): v for n, v in results.items() if n.startswith("updated.")}
             return float(results["loss"])
 
@@ -154,7 +165,10 @@ class Browser:
     def measured(self) -> dict[str, Any]:
         torch.set_num_threads(1)
         progress("tsc")
-        self.run("node_modules/.bin/tsc", *["--noEmit", "--strict", "--module", "nodenext", "--target", "es2022", "--lib", "es2022,dom", "types.mts"])
+        self.run(
+            "node_modules/.bin/tsc",
+            *["--noEmit", "--strict", "--module", "nodenext", "--target", "es2022", "--lib", "es2022,dom", "types.mts"],
+        )
         ways: dict[str, Callable[[], Run]] = {
             "eager PyTorch": lambda: self.eager(STEPS, 0.25),
             "C library": self.native,
@@ -179,7 +193,10 @@ class Browser:
                 "emscripten": self.run("em++", "--version").split("\n")[0].split(") ")[-1].strip(" ()"),
                 "node": self.run("node", "--version").strip(),
                 "chromium": self.run("chromium", "--version").split()[1],
-                **{name: json.loads((self.folder / "node_modules" / name / "package.json").read_text())["version"] for name in PACKAGES},
+                **{
+                    name: json.loads((self.folder / "node_modules" / name / "package.json").read_text())["version"]
+                    for name in PACKAGES
+                },
             },
             "load": self.load,
             "export seconds": self.export_seconds,
@@ -210,10 +227,17 @@ class Browser:
 
 def page(data: dict[str, Any]) -> str:
     def table(steps: dict[str, Run]) -> str:
-        rows = [f"| {name} | {run['difference']:.1e} | {run['ms']:.2f} | {run['median']:.2f} |" for name, run in steps.items()]
-        return "\n".join(["| way | largest difference of a loss | ms a step, least | median |", "|---|---|---|---|", *rows])
+        rows = [
+            f"| {name} | {run['difference']:.1e} | {run['ms']:.2f} | {run['median']:.2f} |"
+            for name, run in steps.items()
+        ]
+        return "\n".join(
+            ["| way | largest difference of a loss | ms a step, least | median |", "|---|---|---|---|", *rows]
+        )
 
-    sizes = "\n".join(f"| {name} | {size / 1e3:.0f} | {small / 1e3:.0f} |" for name, (size, small) in data["sizes"].items())
+    sizes = "\n".join(
+        f"| {name} | {size / 1e3:.0f} | {small / 1e3:.0f} |" for name, (size, small) in data["sizes"].items()
+    )
     total = [sum(pair[i] for pair in data["sizes"].values()) / 1e3 for i in (0, 1)]
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     first = ", ".join(f"{run['first']:.0f} ms in {name}" for name, run in data["steps"].items() if run["first"])
@@ -243,7 +267,9 @@ The same step without dropout as an ONNX graph, {ONNX_STEPS} steps:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("build/browser"), help="where the example and the packages of npm go")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/browser"), help="where the example and the packages of npm go"
+    )
     parser.add_argument("--docs", type=Path, required=True)
     options = parser.parse_args()
     data = Browser(options.folder.absolute()).measured()

@@ -1,4 +1,5 @@
-"""The cases: each differentiable operator of torch's test databases, with a few of the calls that torch's tests make."""
+"""The cases: each differentiable operator of torch's test databases, with a few of the calls that torch's tests
+make."""
 
 from __future__ import annotations
 
@@ -34,12 +35,20 @@ Named = dict[str, torch.Tensor | None]
 
 
 class Call(nn.Module):
-    """One call as a module. Its inputs are the tensors; other arguments are constants. It returns the tensors among the results.
+    """One call as a module. Its inputs are the tensors; other arguments are constants. It returns the tensors among the
+    results.
 
-    ``held`` has, by number, the tensors that become buffers: the call updates them in place, as batch norm updates its statistics.
+    ``held`` has, by number, the tensors that become buffers: the call updates them in place, as batch norm updates its
+    statistics.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Any, finish: Callable[[Any], Any], held: Mapping[int, torch.Tensor]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        finish: Callable[[Any], Any],
+        held: Mapping[int, torch.Tensor],
+    ):
         super().__init__()
         self.function, self.finish = function, finish
         for number, tensor in held.items():
@@ -54,12 +63,15 @@ class Call(nn.Module):
         for number, place in enumerate(self.places):
             flat[place] = getattr(self, f"held_{number}") if number in self.held else next(given)
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
-        return tuple(v for v in pytree.tree_leaves(self.finish(self.function(*args, **kwargs))) if isinstance(v, torch.Tensor))
+        return tuple(
+            v for v in pytree.tree_leaves(self.finish(self.function(*args, **kwargs))) if isinstance(v, torch.Tensor)
+        )
 
 
 @dataclass(frozen=True)
 class Round:
-    """One run of a case: its inputs and eager's results. ``differentiable``: the outputs that get an incoming gradient."""
+    """One run of a case: its inputs and eager's results. ``differentiable``: the outputs that get an incoming
+    gradient."""
 
     inputs: tuple[torch.Tensor, ...]
     cotangents: tuple[torch.Tensor, ...]
@@ -103,7 +115,12 @@ class _Sample:
     def form(self) -> tuple[Any, ...]:
         """The form of a sample: structure, ranks, dtypes and flags, but not sizes and values."""
         constants = [v if isinstance(v, (bool, str)) else type(v).__name__ for v in self.module.constants]
-        return (str(self.module.spec), self.training, *constants, *((t.dim(), t.dtype, t.requires_grad) for t in self.inputs))
+        return (
+            str(self.module.spec),
+            self.training,
+            *constants,
+            *((t.dim(), t.dtype, t.requires_grad) for t in self.inputs),
+        )
 
     @property
     def empty(self) -> bool:
@@ -132,7 +149,11 @@ def operators(database: str) -> dict[str, Any]:
         for operator in found:
             if operator.gradcheck_wrapper is seeding:
                 operator.gradcheck_wrapper = _plainly
-    served = [o for o in found if o.supports_autograd and DTYPE in o.supported_dtypes("cpu") and DTYPE in o.supported_backward_dtypes("cpu")]
+    served = [
+        o
+        for o in found
+        if o.supports_autograd and DTYPE in o.supported_dtypes("cpu") and DTYPE in o.supported_backward_dtypes("cpu")
+    ]
     return {o.full_name: o for o in served}
 
 
@@ -143,8 +164,8 @@ def _plainly(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def of(database: str, name: str, operator: Any, count: int) -> list[Case]:
     """Return at most ``count`` cases of one operator.
 
-    The first case is the first sample that has a gradient. The others come from the end of the list and have different forms. Raise ``ValueError`` if
-    no sample has a gradient in eager.
+    The first case is the first sample that has a gradient. The others come from the end of the list and have different
+    forms. Raise ``ValueError`` if no sample has a gradient in eager.
     """
     samples = [s for s in _samples(database, operator, SEED) if s.asks_a_gradient]
     others = {s.name: s for s in _samples(database, operator, SEED + 1)}
@@ -202,7 +223,12 @@ def _of_an_operator(database: str, operator: Any) -> Iterator[_Sample]:
     samples = operator.sample_inputs("cpu", DTYPE, requires_grad=True, set_seed=False)
 
     for i, sample in enumerate(itertools.islice(samples, CANDIDATES)):
-        yield _sample(str(i), function, ((sample.input, *sample.args), sample.kwargs), sample.output_process_fn_grad or (lambda value: value))
+        yield _sample(
+            str(i),
+            function,
+            ((sample.input, *sample.args), sample.kwargs),
+            sample.output_process_fn_grad or (lambda value: value),
+        )
 
 
 def _of_a_module(_: str, info: Any) -> Iterator[_Sample]:
@@ -214,10 +240,14 @@ def _of_a_module(_: str, info: Any) -> Iterator[_Sample]:
             if info.is_lazy:
                 module(*call.args, **call.kwargs)  # the first call makes the parameters
             module = module.to(DTYPE).train(training)
-            yield _sample(f"{i}{'' if training else ' eval'}", module, (call.args, call.kwargs), lambda value: value, training)
+            yield _sample(
+                f"{i}{'' if training else ' eval'}", module, (call.args, call.kwargs), lambda value: value, training
+            )
 
 
-def _sample(name: str, function: Callable[..., Any], arguments: Any, finish: Callable[[Any], Any], training: bool = True) -> _Sample:
+def _sample(
+    name: str, function: Callable[..., Any], arguments: Any, finish: Callable[[Any], Any], training: bool = True
+) -> _Sample:
     inputs = tuple(own(v) for v in pytree.tree_leaves(arguments) if isinstance(v, torch.Tensor))
     return _Sample(name, Call(function, arguments, finish, {}).train(training), arguments, inputs, training)
 
@@ -242,8 +272,11 @@ def _fits(sample: _Sample, other: _Sample) -> bool:
     return same and sample.module.spec == other.module.spec and shapes(sample.inputs) == shapes(other.inputs)
 
 
-def evaluate(module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...] | None = None) -> Round:
-    """Return eager's outputs, gradients of inputs and parameters, and buffers. Restore the buffers. ``cotangents`` are random by default."""
+def evaluate(
+    module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[torch.Tensor, ...] | None = None
+) -> Round:
+    """Return eager's outputs, gradients of inputs and parameters, and buffers. Restore the buffers. ``cotangents`` are
+    random by default."""
     leaves = [own(t) for t in inputs]
     versions = [t._version for t in leaves]
     with preserve.values_kept(module.buffers()), torch.enable_grad():
@@ -264,7 +297,11 @@ def evaluate(module: Call, inputs: tuple[torch.Tensor, ...], cotangents: tuple[t
         out |= {f"buffer {n}": b for n, b in module.named_buffers()}
         values = {n: None if t is None else t.detach().clone() for n, t in out.items()}
         # batch norm's kernel does not increase the version of the tensors that it writes
-        changed = tuple(i for i, t in enumerate(leaves) if t._version != versions[i] or (not t.requires_grad and _differ(t, inputs[i])))
+        changed = tuple(
+            i
+            for i, t in enumerate(leaves)
+            if t._version != versions[i] or (not t.requires_grad and _differ(t, inputs[i]))
+        )
     return Round(inputs, cotangents, differentiable, values, drew, changed)
 
 

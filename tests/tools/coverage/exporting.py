@@ -1,7 +1,7 @@
 """The way ``export``: export a case as a ``module`` entry, load the package in a fresh process, compare with eager.
 
-Several cases share a package, which is one compilation. If a package fails, its cases are tried again in smaller groups, at last alone. So each case
-gets its own verdict.
+Several cases share a package, which is one compilation. If a package fails, its cases are tried again in smaller
+groups, at last alone. So each case gets its own verdict.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict)
 
 
 def _groups(cases: Sequence[Case], size: int) -> list[list[Case]]:
-    """Group the cases. A case that draws random numbers is alone, because draws of other cases would change its numbers."""
+    """Group the cases. A case that draws random numbers is alone, because draws of other cases would change its
+    numbers."""
     out = [[case] for case in cases if case.rounds[0].random]
     for training in (True, False):
         alike = [case for case in cases if case.training is training and not case.rounds[0].random]
@@ -121,7 +122,9 @@ def _entry(cases: Sequence[Case]) -> ab.Module:
 
 def _parts(group: Sequence[Case], message: str) -> list[Sequence[Case]]:
     """Split off the case that the message names, else split in half."""
-    guilty = [c for i, c in enumerate(group) if f"cases[{c.name!r}]" in message or re.search(rf"\bmembers\.{i}\.", message)]
+    guilty = [
+        c for i, c in enumerate(group) if f"cases[{c.name!r}]" in message or re.search(rf"\bmembers\.{i}\.", message)
+    ]
     output = re.search(r"output\[(\d+)\] (?:is|has)", message)
     if not guilty and output:
         owners = [c for c in group for n in c.rounds[0].eager if n.startswith("output[")]
@@ -135,20 +138,29 @@ def reason(error: Exception, group: Sequence[Case]) -> tuple[str, str]:
     """Return the verdict for an error, and its first line without names of this tool and paths of this machine."""
     text = first_line(error).replace(f"{ROOT}/", "").replace(f"{Path(torch.__file__).parents[1]}/", "")
     for i, case in enumerate(group):
-        text = text.replace(f"cases[{case.name!r}]", "inputs").replace(f"[0][0][{case.name!r}]", "inputs").replace(f"members.{i}.", "")
+        text = (
+            text.replace(f"cases[{case.name!r}]", "inputs")
+            .replace(f"[0][0][{case.name!r}]", "inputs")
+            .replace(f"members.{i}.", "")
+        )
     if isinstance(error, ExportError):
         return "refused", text
     return "crashed", text if isinstance(error, Failed) else f"{type(error).__name__}: {text}"
 
 
 def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[str, Named]]:
-    """Run the package in a process without a compiler. Return its results per round and case, under the same names as eager's."""
+    """Run the package in a process without a compiler. Return its results per round and case, under the same names as
+    eager's."""
     calls = []
     for number in range(max(len(case.rounds) for case in group)):
         rounds = {case.name: case.rounds[min(number, len(case.rounds) - 1)] for case in group}
         calls.append(
             {
-                name: {"inputs": list(r.inputs), "cotangents": list(r.cotangents), "differentiable": list(r.differentiable)}
+                name: {
+                    "inputs": list(r.inputs),
+                    "cotangents": list(r.cotangents),
+                    "differentiable": list(r.differentiable),
+                }
                 for name, r in rounds.items()
             }
         )
@@ -159,12 +171,15 @@ def run_fresh(package: Path, group: Sequence[Case], folder: Path) -> list[dict[s
 
 
 def fresh_process(module: str, folder: Path, package: str) -> None:
-    """Run ``python -m MODULE PACKAGE CALLS RESULTS`` without a compiler on the PATH. All files are in ``folder``. Raise :class:`Failed`."""
+    """Run ``python -m MODULE PACKAGE CALLS RESULTS`` without a compiler on the PATH. All files are in ``folder``. Raise
+    :class:`Failed`."""
     (folder / "empty").mkdir()
     argv = [sys.executable, "-m", module, *(str(folder / name) for name in (package, "calls", "results"))]
     environment = {**os.environ, "PATH": str(folder / "empty")}
     try:
-        done = subprocess.run(argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired as error:
         raise Failed(f"loaded and run: no end after {_LIMIT} s") from error
     if done.returncode < 0:
@@ -193,7 +208,8 @@ def judge(case: Case, results: Sequence[Named]) -> str:
 
 
 def _reference(case: Case, expected: Round) -> Reference[Named]:
-    """Return eager in float64 and its change under rounded inputs; or eager itself, if float64 computes something else."""
+    """Return eager in float64 and its change under rounded inputs; or eager itself, if float64 computes something
+    else."""
     itself = Reference(expected.eager, dict.fromkeys(expected.eager, 0.0), float64=False)
     if expected.random or any(t is not None and t.is_complex() for t in expected.eager.values()):
         return itself
@@ -217,7 +233,10 @@ def _reference(case: Case, expected: Round) -> Reference[Named]:
         if e.shape != t.shape or not (torch.isfinite(t).all() and torch.isfinite(n).all()):
             return itself
         moved[name] = min(_norm(n.double() - t.double()), 1e-3 * max(_norm(t), largest))
-        if e.is_floating_point() and _norm(e.double() - t.double()) > _FAR * max(_norm(t), 1e-3 * scale) + 100 * moved[name]:
+        if (
+            e.is_floating_point()
+            and _norm(e.double() - t.double()) > _FAR * max(_norm(t), 1e-3 * scale) + 100 * moved[name]
+        ):
             return itself
     return Reference(truth, moved, float64=True)
 

@@ -1,7 +1,9 @@
-"""``python -m tests.tools.coverage.fresh PACKAGE CALLS RESULTS``: run a package without a compiler and without aot_backward.
+"""``python -m tests.tools.coverage.fresh PACKAGE CALLS RESULTS``: run a package without a compiler and without
+aot_backward.
 
-``CALLS`` holds ``{"training", "seed", "imports", "calls"}``, a call ``{case name: {"inputs", "cotangents", "differentiable"}}`` in the order of the
-package's members. ``RESULTS`` gets per call ``{case name: {"output[0]": …, "gradient of input[0]": …, …}}``.
+``CALLS`` holds ``{"training", "seed", "imports", "calls"}``, a call ``{case name: {"inputs", "cotangents",
+"differentiable"}}`` in the order of the package's members. ``RESULTS`` gets per call ``{case name: {"output[0]": …,
+"gradient of input[0]": …, …}}``.
 """
 
 from __future__ import annotations
@@ -38,15 +40,24 @@ def _run(package: str, call: dict[str, Any], training: bool, seed: int) -> dict[
         cotangents += case["cotangents"]
         targets |= {(name, f"gradient of input[{j}]"): t for j, t in enumerate(case["inputs"]) if t.requires_grad}
         prefix = f"members.{i}."
-        own = [(n.removeprefix(prefix), p) for n, p in module.named_parameters(remove_duplicate=False) if n.startswith(prefix)]
+        own = [
+            (n.removeprefix(prefix), p)
+            for n, p in module.named_parameters(remove_duplicate=False)
+            if n.startswith(prefix)
+        ]
         targets |= {(name, f"gradient of {n}"): p for n, p in own if p.requires_grad}
     gradients = torch.autograd.grad(roots, list(targets.values()), cotangents, allow_unused=True)
     for (name, value), gradient in zip(targets, gradients, strict=True):
         found[name][value] = gradient
     for i, name in enumerate(call):
         prefix = f"members.{i}."
-        found[name] |= {f"buffer {n.removeprefix(prefix)}": b for n, b in module.named_buffers() if n.startswith(prefix)}
-    return {name: {n: None if t is None else t.detach().clone() for n, t in values.items()} for name, values in found.items()}
+        found[name] |= {
+            f"buffer {n.removeprefix(prefix)}": b for n, b in module.named_buffers() if n.startswith(prefix)
+        }
+    return {
+        name: {n: None if t is None else t.detach().clone() for n, t in values.items()}
+        for name, values in found.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The way ``onnx``: export forward and backward of a case as ONNX graphs, run them with onnxruntime and NumPy arrays.
 
-The export already compares them with eager. This module runs them again from the files, without code of this project, and also on the second set of
-numbers.
+The export already compares them with eager. This module runs them again from the files, without code of this project,
+and also on the second set of numbers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,16 @@ def settle(cases: Sequence[Case], size: int, running: Running, verdict: Verdict)
 
 def _run(folder: Path, case: Case, one: Round) -> Named:
     feeds = {f"tensors.{i}": _array(t) for i, t in enumerate(one.inputs)}
-    known = {name.removeprefix("gradient of "): f"grad.{name.removeprefix('gradient of ')}" for name in one.eager if name.startswith("gradient of ")}
+    known = {
+        name.removeprefix("gradient of "): f"grad.{name.removeprefix('gradient of ')}"
+        for name in one.eager
+        if name.startswith("gradient of ")
+    }
     out: dict[str, Any] = {}
-    results = _session(folder / "case.forward.onnx" if (folder / "case.forward.onnx").exists() else folder / "case.inference.onnx", feeds)
+    results = _session(
+        folder / "case.forward.onnx" if (folder / "case.forward.onnx").exists() else folder / "case.inference.onnx",
+        feeds,
+    )
     if (folder / "case.backward.onnx").exists():
         incoming = {f"grad.output.{i}": _array(c) for i, c in zip(one.differentiable, one.cotangents, strict=True)}
         results |= _session(folder / "case.backward.onnx", feeds | results | incoming)
@@ -54,7 +61,9 @@ def _run(folder: Path, case: Case, one: Round) -> Named:
             place = name[len("output[") : -1]
             out[name] = results.get(f"output.{place}")
         elif name.startswith("buffer "):
-            out[name] = results.get(f"updated.{name.removeprefix('buffer ')}", _array(buffers[name.removeprefix("buffer ")]))
+            out[name] = results.get(
+                f"updated.{name.removeprefix('buffer ')}", _array(buffers[name.removeprefix("buffer ")])
+            )
         else:
             which = name.removeprefix("gradient of ")
             which = f"tensors.{which[len('input[') : -1]}" if which.startswith("input[") and known else which
@@ -78,7 +87,9 @@ def _session(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(zip(names, session.run(names, {n: v for n, v in feeds.items() if n in asked}), strict=True))
     except Exception as error:
-        raise ExportError(f"{path.name}: onnxruntime fails where eager does not: {str(error).splitlines()[0]}") from error
+        raise ExportError(
+            f"{path.name}: onnxruntime fails where eager does not: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -24,8 +24,8 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[3]
 
 Record = dict[str, Any]
-"""A verdict: database, operator, sample, way, verdict, reason, seconds, "samples" (the number asked for) and "of" (the number that the operator
-has)."""
+"""A verdict: database, operator, sample, way, verdict, reason, seconds, "samples" (the number asked for) and "of" (the
+number that the operator has)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Job:
 
 
 def run(jobs: Sequence[Job], record: Callable[[Record], None], *, workers: int, deadline: float, limit: float) -> bool:
-    """Run ``jobs``, and the jobs that workers leave when they end early. Start none after ``deadline``. Return whether all have run."""
+    """Run ``jobs``, and the jobs that workers leave when they end early. Start none after ``deadline``. Return whether
+    all have run."""
     waiting = deque(jobs)
     running: set[Future[list[Job]]] = set()
     with ThreadPoolExecutor(workers) as pool:
@@ -55,13 +56,21 @@ def run(jobs: Sequence[Job], record: Callable[[Record], None], *, workers: int, 
 
 
 def attempt(job: Job, record: Callable[[Record], None], limit: float) -> list[Job]:
-    """Run one worker on one job and return the jobs that are left. Kill the worker after ``limit`` seconds without output."""
+    """Run one worker on one job and return the jobs that are left. Kill the worker after ``limit`` seconds without
+    output."""
     argv = [sys.executable, "-m", "tests.tools.coverage.worker", json.dumps(asdict(job))]
     settled, stage, running, of = list(job.settled), "started", list[str](), dict[tuple[str, str], int]()
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True, cwd=ROOT, env=_environment(), start_new_session=True
+            argv,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+            env=_environment(),
+            start_new_session=True,
         )
         lines = _lines(process)
         why = ""
@@ -88,11 +97,19 @@ def attempt(job: Job, record: Callable[[Record], None], limit: float) -> list[Jo
             raise RuntimeError(f"a worker ended with status {status} before its first case:\n{errors.read()[-4000:]}")
     why = why or (signal.Signals(-status).name if status < 0 else f"exit status {status}")
     seconds = round(time.monotonic() - start, 1)
-    guilty = {"way": job.way, "verdict": "crashed", "reason": f"{stage}: {why}", "seconds": seconds, "samples": job.samples}
+    guilty = {
+        "way": job.way,
+        "verdict": "crashed",
+        "reason": f"{stage}: {why}",
+        "seconds": seconds,
+        "samples": job.samples,
+    }
     return _left(replace(job, settled=tuple(settled)), running, guilty, of, record)
 
 
-def _left(job: Job, running: Sequence[str], guilty: Record, of: dict[tuple[str, str], int], record: Callable[[Record], None]) -> list[Job]:
+def _left(
+    job: Job, running: Sequence[str], guilty: Record, of: dict[tuple[str, str], int], record: Callable[[Record], None]
+) -> list[Job]:
     """Record the only running case as crashed. If several were running, try them again in smaller groups."""
     blamed = {tuple(name.rpartition("#")[0].split(":", 1)) for name in running}
     rest = tuple(o for o in job.operators if o not in blamed)
@@ -102,7 +119,9 @@ def _left(job: Job, running: Sequence[str], guilty: Record, of: dict[tuple[str, 
         return [*out, replace(job, operators=again, size=max(1, min(job.size, len(running)) // 2))]
     database, operator = again[0]
     sample = running[0].rpartition("#")[2]
-    record({"database": database, "operator": operator, "sample": sample, **guilty, "of": of.get((database, operator), 1)})
+    record(
+        {"database": database, "operator": operator, "sample": sample, **guilty, "of": of.get((database, operator), 1)}
+    )
     if sample:  # its other samples
         out.append(replace(job, operators=again, settled=(*job.settled, running[0])))
     return out
@@ -131,4 +150,5 @@ def _next(lines: queue.Queue[str], limit: float) -> str | None:
 
 def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # some samples come from sets; every process must make the same ones
+    # Some samples come from sets; every process must make the same ones
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}

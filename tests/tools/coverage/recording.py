@@ -1,7 +1,7 @@
 """The way ``record``: record the backward pass of a case, replay it in a fresh process, compare with eager.
 
-The fresh process runs the forward in eager and the backward from the package. A case that falls back to eager counts as refused. Several cases share
-a recording. If one fails there, it is recorded again alone, to find the reason.
+The fresh process runs the forward in eager and the backward from the package. A case that falls back to eager counts as
+refused. Several cases share a recording. If one fails there, it is recorded again alone, to find the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
         elif isinstance(error, AotBackwardError):
             verdict(group[0], "refused", first_line(error), time.monotonic() - start)
         else:
-            verdict(group[0], "crashed", f"{'' if isinstance(error, Failed) else type(error).__name__ + ': '}{first_line(error)}", 0.0)
+            verdict(
+                group[0],
+                "crashed",
+                f"{'' if isinstance(error, Failed) else type(error).__name__ + ': '}{first_line(error)}",
+                0.0,
+            )
         return
     seconds = (time.monotonic() - start) / len(group)
     for case in group:
@@ -63,7 +68,8 @@ def _settle(group: Sequence[Case], running: Running, verdict: Verdict) -> None:
 
 
 def _replayed(folder: Path, group: Sequence[Case]) -> dict[str, Any]:
-    """Return, per case, the results of each round in a process without a compiler, and the reason if the package did not serve its passes."""
+    """Return, per case, the results of each round in a process without a compiler, and the reason if the package did
+    not serve its passes."""
     if not (folder / "group.pt2").exists():
         return {case.name: ([], "nothing was recorded") for case in group}
     calls = [
@@ -92,7 +98,9 @@ def main(package: str, calls: str, results: str) -> None:
     for call in torch.load(calls, weights_only=True):
         if call["database"] not in known:
             known[call["database"]] = cases.operators(call["database"])
-        module = cases.module_of(call["database"], known[call["database"]][call["operator"]], call["sample"], tuple(call["held"]))
+        module = cases.module_of(
+            call["database"], known[call["database"]][call["operator"]], call["sample"], tuple(call["held"])
+        )
         rounds, missed = [], ""
         for inputs, cotangents in call["rounds"]:
             with ab.replay(package) as replaying:

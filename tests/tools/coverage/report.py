@@ -17,14 +17,17 @@ from .processes import Record
 
 ORDER = ("wrong", "crashed", "refused", "pass", "no gradient")
 """The worst first. An operator gets the verdict of its worst case."""
-MISCOMPILED = re.compile(r" is wrong: off by .* nothing was written| in the artifact and .* in eager$| has NaN or Inf where eager has none")
+MISCOMPILED = re.compile(
+    r" is wrong: off by .* nothing was written| in the artifact and .* in eager$| has NaN or Inf where eager has none"
+)
 """Refusals by the export's comparison with eager: it found wrong results and wrote no package."""
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[-+]?\d+)?(?![\w.])")
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Return the last verdict of each case. A verdict about the whole operator (sample "") replaces the verdicts of its cases, and the reverse."""
+    """Return the last verdict of each case. A verdict about the whole operator (sample "") replaces the verdicts of its
+    cases, and the reverse."""
     last: dict[tuple[str, str], dict[str, Record]] = defaultdict(dict)
     for r in records:
         own = last[r["database"], r["operator"]]
@@ -74,7 +77,14 @@ def document(records: Sequence[Record], expected: dict[str, int], date: str) -> 
             "pass_percent": round(100 * counts["pass"] / differentiable, 1) if differentiable else None,
         }
     ways = sorted({r["way"] for r in records})
-    return {"date": date, "torch": torch.__version__, "python": platform.python_version(), "ways": ways, "databases": databases, "operators": found}
+    return {
+        "date": date,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ways": ways,
+        "databases": databases,
+        "operators": found,
+    }
 
 
 def is_miscompiled(case: dict[str, Any]) -> bool:
@@ -93,7 +103,19 @@ def reasons(found: dict[str, Any], verdict: str) -> dict[str, list[str]]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the counts as a Markdown table."""
-    columns = ["database", "operators", "run", "cases", "pass", "refused", "of these by the self-check", "wrong", "crashed", "no gradient", "pass %"]
+    columns = [
+        "database",
+        "operators",
+        "run",
+        "cases",
+        "pass",
+        "refused",
+        "of these by the self-check",
+        "wrong",
+        "crashed",
+        "no gradient",
+        "pass %",
+    ]
     lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     for name, d in found["databases"].items():
         values = [
@@ -121,13 +143,21 @@ def page(found: dict[str, Any]) -> str:
         out += [f"Not run yet: {', '.join(f'{count} of {name}' for name, count in missing.items())}.", ""]
     miscompiled = [(o, c) for o in found["operators"] for c in o["cases"] if is_miscompiled(c)]
     out += ["## Refused by the self-check", "", _SELF_CHECK, ""]
-    out += [f"- `{o['database']}` **{o['operator']}** #{c['sample']}: {c['reason']}" for o, c in miscompiled] or ["None."]
-    for verdict, title in (("wrong", "Wrong"), ("crashed", "Crashed"), ("refused", "Refused, by reason"), ("no gradient", "No gradient to compare")):
+    out += [f"- `{o['database']}` **{o['operator']}** #{c['sample']}: {c['reason']}" for o, c in miscompiled] or [
+        "None."
+    ]
+    for verdict, title in (
+        ("wrong", "Wrong"),
+        ("crashed", "Crashed"),
+        ("refused", "Refused, by reason"),
+        ("no gradient", "No gradient to compare"),
+    ):
         out += ["", f"## {title}", ""]
         by_reason = reasons(found, verdict)
-        out += [f"- {len(cases)} × {reason}{_cause(reason)}: {', '.join(f'`{c}`' for c in cases)}" for reason, cases in by_reason.items()] or [
-            "None."
-        ]
+        out += [
+            f"- {len(cases)} × {reason}{_cause(reason)}: {', '.join(f'`{c}`' for c in cases)}"
+            for reason, cases in by_reason.items()
+        ] or ["None."]
     return "\n".join(out) + "\n"
 
 

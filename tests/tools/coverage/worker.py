@@ -1,7 +1,7 @@
 """``python -m tests.tools.coverage.worker JOB``: give verdicts about some operators, in a process that may crash.
 
-It prints lines of JSON: the next stage, ``{"stage", "running": [case names]}``; the number of cases of an operator, ``{"of": [database, operator,
-number]}``; and each verdict, ``{"case": {…}}``.
+It prints lines of JSON: the next stage, ``{"stage", "running": [case names]}``; the number of cases of an operator,
+``{"of": [database, operator, number]}``; and each verdict, ``{"case": {…}}``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ WAYS = {"export": "exporting", "record": "recording", "onnx": "onnxing"}
 
 
 def main(job: dict[str, Any], out: TextIO) -> None:
-    """Run ``job``: ``operators`` as ``[database, name]``, ``settled`` case names to skip, ``samples`` per operator, ``size`` of a group, ``way``."""
+    """Run ``job``: ``operators`` as ``[database, name]``, ``settled`` case names to skip, ``samples`` per operator,
+    ``size`` of a group, ``way``."""
     import torch
 
     from . import cases
@@ -55,7 +56,9 @@ def main(job: dict[str, Any], out: TextIO) -> None:
     say(stage="end", running=[])
 
 
-def _record(database: str, operator: str, sample: str, verdict: str, reason: str, seconds: float, way: str) -> dict[str, Any]:
+def _record(
+    database: str, operator: str, sample: str, verdict: str, reason: str, seconds: float, way: str
+) -> dict[str, Any]:
     where = {"database": database, "operator": operator, "sample": sample, "way": way}
     return where | {"verdict": verdict, "reason": reason[:400], "seconds": round(seconds, 1)}
 

@@ -1,4 +1,5 @@
-"""``python -m tests.tools.cross [--only mlp,step] [--docs STEM]``: cross-compile for GPUs, check the libraries, and print a table.
+"""``python -m tests.tools.cross [--only mlp,step] [--docs STEM]``: cross-compile for GPUs, check the libraries, and
+print a table.
 
 The page explains which properties of a library are checked, and which are not. ``make cross`` calls this program.
 """
@@ -30,7 +31,8 @@ EMPTY = {"kernels": 0, "parameters": 0, "bytes": 0, "launches": 0, "error": 0.0,
 
 
 def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spoil: bool) -> list[dict[str, Any]]:
-    """Return a row for each library of each target. ``seen``: the compiled graphs. ``spoil``: also check that the checks can fail."""
+    """Return a row for each library of each target. ``seen``: the compiled graphs. ``spoil``: also check that the
+    checks can fail."""
     archive = open_package(path)
     weights = load_weights(archive) | filled(archive)
     driver = binaries.driver_symbols(toolkit.cuda_home() / "include" / "cuda.h")
@@ -55,22 +57,35 @@ def look(path: Path, seen: Mapping[tuple[str, str], Compiled], folder: Path, spo
                 "not linked with the driver": "libcuda.so.1" not in spec.needed,
             }
             wrong = [words for words, is_so in faults.items() if is_so]
-            wrong += launches.faults(compiled.wrapper, kernels, {n: source.shared for n, source in compiled.kernels.items()})
+            wrong += launches.faults(
+                compiled.wrapper, kernels, {n: source.shared for n, source in compiled.kernels.items()}
+            )
             parameters = sum(len(kernel.parameters) for kernel in kernels)
             rows.append(
-                {"library": name, "target": target.label, "kernels": len(kernels), "parameters": parameters, "bytes": len(data), "wrong": wrong}
+                {
+                    "library": name,
+                    "target": target.label,
+                    "kernels": len(kernels),
+                    "parameters": parameters,
+                    "bytes": len(data),
+                    "wrong": wrong,
+                }
             )
     for row, verdict in zip(rows, interpreted.judge(runnable, weights), strict=True):
         row |= {"launches": verdict.launches, "error": verdict.error, "not_interpreted": verdict.refused}
         row["wrong"] = "; ".join([*row["wrong"], *filter(None, [verdict.wrong])])
     if spoil and (passed := spoilt.unnoticed(runnable, weights)):
-        rows.append({**EMPTY, "library": "damaged", "target": TARGET, "wrong": f"passed the checks: {'; '.join(passed)}"})
+        rows.append(
+            {**EMPTY, "library": "damaged", "target": TARGET, "wrong": f"passed the checks: {'; '.join(passed)}"}
+        )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.cross")
-    parser.add_argument("--only", default=",".join(programs.NAMES), help=f"programs, by default all: {','.join(programs.NAMES)}")
+    parser.add_argument(
+        "--only", default=",".join(programs.NAMES), help=f"programs, by default all: {','.join(programs.NAMES)}"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -88,13 +103,17 @@ def main() -> None:
                     found = [{**EMPTY, "library": "", "target": TARGET, "wrong": f"{type(error).__name__}: {error}"}]
                 rows += [{**kind, **row, "seconds": round(time.perf_counter() - started, 1)} for row in found]
             print(
-                f"{name}, {kind['batch']}: {rows[-1]['seconds']} s {'; '.join(r['wrong'] for r in found if r['wrong'])}", file=sys.stderr, flush=True
+                f"{name}, {kind['batch']}: {rows[-1]['seconds']} s {'; '.join(r['wrong'] for r in found if r['wrong'])}",
+                file=sys.stderr,
+                flush=True,
             )
     text = page(rows)
     print(text)
     if options.docs:
         options.docs.with_suffix(".md").write_text(text)
-        options.docs.with_suffix(".json").write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        options.docs.with_suffix(".json").write_text(
+            json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+        )
     sys.exit(1 if any(r["wrong"] for r in rows) else 0)
 
 
@@ -104,7 +123,14 @@ def page(rows: list[dict[str, Any]]) -> str:
     from ..benchmarks import report
 
     described = report.header(report.machine([torch.get_num_threads()]))
-    parts = ["# Cross-compiled for GPUs", "", "```", f"{described}, triton {triton.__version__}, no GPU and no driver", "```", ""]
+    parts = [
+        "# Cross-compiled for GPUs",
+        "",
+        "```",
+        f"{described}, triton {triton.__version__}, no GPU and no driver",
+        "```",
+        "",
+    ]
     parts += [
         "| program | batch | library | target | kB | GPU kernels | their parameters | launches interpreted | worst relative error | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -112,9 +138,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     for r in rows:
         refused = r["not_interpreted"] and f"not interpreted: {r['not_interpreted']}"
         said = r["wrong"] or refused or "right"
-        numbers = (
-            f"{r['bytes'] / 1e3:.0f} | {r['kernels']} | {r['parameters']} | {r['launches']} | {format(r['error'], '.1g') if said == 'right' else ''}"
-        )
+        error = format(r["error"], ".1g") if said == "right" else ""
+        numbers = f"{r['bytes'] / 1e3:.0f} | {r['kernels']} | {r['parameters']} | {r['launches']} | {error}"
         parts.append(f"| {r['program']} | {r['batch']} | {r['library']} | {r['target']} | {numbers} | {said} |")
     parts += ["", _EXPLAINED]
     return "\n".join(parts) + "\n"

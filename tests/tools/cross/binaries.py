@@ -20,7 +20,9 @@ def unresolved(library: Path, driver: frozenset[str]) -> list[str]:
 def driver_symbols(header: Path) -> frozenset[str]:
     """Return the driver's functions that ``cuda.h`` declares."""
     text = header.read_text(errors="replace")
-    return frozenset(re.findall(r"\b(cu[A-Z]\w+)\s*\(", text)) | frozenset(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", text))
+    return frozenset(re.findall(r"\b(cu[A-Z]\w+)\s*\(", text)) | frozenset(
+        re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", text)
+    )
 
 
 @functools.cache
@@ -28,7 +30,12 @@ def _provided() -> frozenset[str]:
     folder = Path(torch.__file__).parent / "lib"
     libraries = [*folder.glob("libtorch*.so"), *folder.glob("libc10*.so"), *folder.glob("libgomp*")]
     linked = subprocess.run(["ldd", folder / "libtorch_cpu.so"], capture_output=True, text=True, check=True).stdout
-    libraries += [Path(p) for p in re.findall(r"(/\S+/(?:libc|libm|libstdc\+\+|libgcc_s|ld-linux-x86-64|libgomp)[-.\w]*\.so[.\d]*)", linked)]
+    libraries += [
+        Path(p)
+        for p in re.findall(
+            r"(/\S+/(?:libc|libm|libstdc\+\+|libgcc_s|ld-linux-x86-64|libgomp)[-.\w]*\.so[.\d]*)", linked
+        )
+    ]
     return frozenset(name for library in libraries for _, name in symbols(library, "--defined-only"))
 
 

@@ -1,4 +1,5 @@
-"""Patches for Triton 3.6's interpreter: NVIDIA's functions ("libdevice"), rounding to bfloat16, numpy 2.4. Only for interpreting processes."""
+"""Patches for Triton 3.6's interpreter: NVIDIA's functions ("libdevice"), rounding to bfloat16, numpy 2.4. Only for
+interpreting processes."""
 
 from __future__ import annotations
 
@@ -58,6 +59,7 @@ def install() -> None:
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())  # numpy 2.4 raises for int() of an array of one
+        # NumPy 2.4 raises for int() of an array of one
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched

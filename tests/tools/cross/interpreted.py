@@ -1,8 +1,8 @@
 """Run libraries for GPUs on a machine without one, and compare them with eager.
 
-The library comes from the package. Its host code allocates, calls operators and launches kernels. ``driver.c`` simulates the GPU: memory is the
-host's, operators are the CPU's, and a launch goes to Triton's interpreter with the source of the kernel (:mod:`.played`). This does not check the
-machine code, nor CUDA's operators.
+The library comes from the package. Its host code allocates, calls operators and launches kernels. ``driver.c``
+simulates the GPU: memory is the host's, operators are the CPU's, and a launch goes to Triton's interpreter with the
+source of the kernel (:mod:`.played`). This does not check the machine code, nor CUDA's operators.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from .watched import Compiled
 
 _OPERATOR = "aoti_torch_cuda_"
 _JUMP = (
-    'void *to_{name}; __attribute__((naked)) void aoti_torch_cuda_{name}(void) {{ __asm__("movq to_{name}@GOTPCREL(%rip), %r11; jmp *(%r11)"); }}\n'
+    "void *to_{name}; __attribute__((naked)) void aoti_torch_cuda_{name}(void) "
+    '{{ __asm__("movq to_{name}@GOTPCREL(%rip), %r11; jmp *(%r11)"); }}\n'
 )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``error``: the largest relative error of a tensor. ``launches``: the number of launches. ``refused`` and ``wrong``: the reason, or ""."""
+    """``error``: the largest relative error of a tensor. ``launches``: the number of launches. ``refused`` and
+    ``wrong``: the reason, or ""."""
 
     error: float = 0.0
     launches: int = 0
@@ -43,17 +45,22 @@ class Verdict:
 
 
 def judge(
-    libraries: Sequence[tuple[Path, Compiled, dict[str, str]]], weights: dict[str, torch.Tensor], *, say: Callable[[str], object] = sys.stderr.write
+    libraries: Sequence[tuple[Path, Compiled, dict[str, str]]],
+    weights: dict[str, torch.Tensor],
+    *,
+    say: Callable[[str], object] = sys.stderr.write,
 ) -> list[Verdict]:
     """Return a verdict for each library. Call each twice, at two sizes if sizes are dynamic.
 
-    A library is its file, its source, and its constants. ``weights``: the package's weights, by key. A backward gets the tensors that its forward
-    saves; the forward must come first. ``say`` gets the tracebacks.
+    A library is its file, its source, and its constants. ``weights``: the package's weights, by key. A backward gets
+    the tensors that its forward saves; the forward must come first. ``say`` gets the tracebacks.
     """
     given, eager = [], []
     saved: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for path, compiled, constants in libraries:
-        operators = tuple(name.removeprefix(_OPERATOR) for _, name in symbols(path, "--undefined-only") if name.startswith(_OPERATOR))
+        operators = tuple(
+            name.removeprefix(_OPERATOR) for _, name in symbols(path, "--undefined-only") if name.startswith(_OPERATOR)
+        )
         entry = compiled.graph.name.rpartition(".")[0]
         calls = [(seed, _inputs(compiled, saved.setdefault((entry, seed), {}), 2 * seed, seed)) for seed in (0, 1)]
         own = {key: weights[key].clone() for key in constants.values()}
@@ -134,8 +141,22 @@ def _play(libraries: list[Library], say: Callable[[str], object]) -> list[Played
 
 def _driver(folder: Path, operators: Sequence[str]) -> Path:
     source, library = folder / "driver.c", folder / "libcuda.so.1"
-    source.write_text((Path(__file__).parent / "driver.c").read_text() + "".join(_JUMP.format(name=name) for name in operators))
-    argv = [*compiler(), "-x", "c", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(library)]
+    source.write_text(
+        (Path(__file__).parent / "driver.c").read_text() + "".join(_JUMP.format(name=name) for name in operators)
+    )
+    argv = [
+        *compiler(),
+        "-x",
+        "c",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        str(source),
+        "-o",
+        str(library),
+    ]
     subprocess.run(argv, check=True, capture_output=True)
     return library
 
@@ -167,8 +188,8 @@ def compared(library: Library, played: Played, eager: list[Call], donated: Seque
 def _error(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
     """Return the relative error of the norm, like :mod:`tests.support.oracle`.
 
-    The reference is the tensor's norm, or a tenth of the largest norm, because some gradients are zero except for rounding. The error is infinite if
-    shape or dtype differ, or if eager's numbers are not finite."""
+    The reference is the tensor's norm, or a tenth of the largest norm, because some gradients are zero except for
+    rounding. The error is infinite if shape or dtype differ, or if eager's numbers are not finite."""
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape) or not expected.isfinite().all():
         return float("inf")
     if torch.equal(actual, expected):

@@ -12,8 +12,8 @@ import torch
 class Source:
     """A kernel in Triton's language, and its machine code.
 
-    ``signature``: the type of each argument of a launch, in order. ``constants``: the values of the other arguments. ``multiples``: arguments that
-    must be multiples of 16, because the machine code assumes it.
+    ``signature``: the type of each argument of a launch, in order. ``constants``: the values of the other arguments.
+    ``multiples``: arguments that must be multiples of 16, because the machine code assumes it.
     """
 
     text: str
@@ -35,7 +35,8 @@ class Call:
 
 @dataclass
 class Played:
-    """``refused``: why the library cannot be interpreted. ``failed``: the error. ``kernels``: the number of different kernels launched."""
+    """``refused``: why the library cannot be interpreted. ``failed``: the error. ``kernels``: the number of different
+    kernels launched."""
 
     calls: list[Call] = field(default_factory=list)
     launches: int = 0
@@ -46,7 +47,8 @@ class Played:
 
 @dataclass
 class Library:
-    """A library and its calls. ``constants``: weight keys by the library's names. ``operators``: GPU operators, without their prefix."""
+    """A library and its calls. ``constants``: weight keys by the library's names. ``operators``: GPU operators, without
+    their prefix."""
 
     path: str
     operators: tuple[str, ...]

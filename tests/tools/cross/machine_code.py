@@ -1,6 +1,7 @@
 """Read the properties of kernels from the machine code in a library. Each embedded "cubin" is a complete ELF file.
 
-NVIDIA does not document the section ``.nv.info.<kernel>``. The numbers below come from the names that ``cuobjdump -elf`` prints.
+NVIDIA does not document the section ``.nv.info.<kernel>``. The numbers below come from the names that ``cuobjdump
+-elf`` prints.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CUDA_MACHINE = 190  # EM_CUDA
-_ABI_VERSION = 8  # its offset. In version 7 (ptxas 13 for sm_80) the architecture is the lowest byte of the flags, later the next one
+# Its offset. In version 7 (ptxas 13 for sm_80) the architecture is the lowest byte of the flags, later the next one
+_ABI_VERSION = 8
 _NOBITS = 8
 _HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")
 _SIZED, _IN_PLACE = 4, (1, 2, 3)  # EIFMT_SVAL: a length, then the bytes; NVAL, BVAL, HVAL: the next two bytes
@@ -19,8 +21,9 @@ _REQNTID, _KPARAM_INFO, _CBANK_PARAM_SIZE = 0x10, 0x17, 0x19  # EIATTR_...
 
 @dataclass(frozen=True)
 class Kernel:
-    """``parameters``: offset and size in bytes of each, by ordinal. ``bytes_of_parameters``: their total size. ``threads``: threads of a block in
-    three dimensions; a launch must use the same. ``uses_shared``: whether there is a section of shared memory; the launch decides its size."""
+    """``parameters``: offset and size in bytes of each, by ordinal. ``bytes_of_parameters``: their total size.
+    ``threads``: threads of a block in three dimensions; a launch must use the same. ``uses_shared``: whether there is a
+    section of shared memory; the launch decides its size."""
 
     name: str
     architecture: str
@@ -46,7 +49,11 @@ def kernels_of(cubin: bytes) -> list[Kernel]:
     flags = _HEADER.unpack_from(cubin)[7] >> (8 if cubin[_ABI_VERSION] >= 8 else 0)
     inside = dict(sections(cubin))
     prefix = ".nv.info."
-    return [_kernel(name.removeprefix(prefix), f"sm_{flags & 0xFF}", data, inside) for name, data in inside.items() if name.startswith(prefix)]
+    return [
+        _kernel(name.removeprefix(prefix), f"sm_{flags & 0xFF}", data, inside)
+        for name, data in inside.items()
+        if name.startswith(prefix)
+    ]
 
 
 def sections(file: bytes) -> Iterator[tuple[str, bytes]]:
@@ -56,7 +63,10 @@ def sections(file: bytes) -> Iterator[tuple[str, bytes]]:
     rows = [_SECTION.unpack_from(file, at + number * size) for number in range(count)]
     for row in rows:
         start = rows[names][4] + row[0]
-        yield file[start : file.index(b"\0", start)].decode(), b"" if row[1] == _NOBITS else file[row[4] : row[4] + row[5]]
+        yield (
+            file[start : file.index(b"\0", start)].decode(),
+            b"" if row[1] == _NOBITS else file[row[4] : row[4] + row[5]],
+        )
 
 
 def _kernel(name: str, architecture: str, info: bytes, inside: dict[str, bytes]) -> Kernel:

@@ -1,6 +1,8 @@
-"""``python -m tests.tools.cross.played DRIVER JOBS RESULTS``: run compiled libraries; Triton's interpreter runs each launch of a kernel.
+"""``python -m tests.tools.cross.played DRIVER JOBS RESULTS``: run compiled libraries; Triton's interpreter runs each
+launch of a kernel.
 
-It needs a separate process: the simulated driver must be loaded before torch, and Triton decides at its first import whether it interprets.
+It needs a separate process: the simulated driver must be loaded before torch, and Triton decides at its first import
+whether it interprets.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Player:
             return 1
         return 0
 
-    def run(self, image: int, name: str, grid: tuple[int, ...], threads: tuple[int, ...], shared: int, arguments: Any) -> None:
+    def run(
+        self, image: int, name: str, grid: tuple[int, ...], threads: tuple[int, ...], shared: int, arguments: Any
+    ) -> None:
         from .machine_code import kernels_of, sections
 
         source = self.kernels[name]
@@ -131,7 +135,11 @@ def main() -> None:
             except Exception as error:
                 cause = player.failure or error
                 traceback.print_exception(cause)
-                where = "refused" if isinstance(cause, NotImplementedError) or "NotImplementedError" in str(cause) else "failed"
+                where = (
+                    "refused"
+                    if isinstance(cause, NotImplementedError) or "NotImplementedError" in str(cause)
+                    else "failed"
+                )
                 played = jobs.Played(**{where: f"{type(cause).__name__}: {str(cause).splitlines()[0]}"})
             results.append(played)
     torch.save(results, sys.argv[3])
@@ -144,7 +152,9 @@ def _run(library: Any, player: Player) -> Any:
     from . import jobs
 
     runner = AOTIModelContainerRunnerCpu(library.path, 1)
-    runner.update_constant_buffer({name: library.weights[key] for name, key in library.constants.items()}, False, True, True)
+    runner.update_constant_buffer(
+        {name: library.weights[key] for name, key in library.constants.items()}, False, True, True
+    )
     calls = []
     for seed, inputs in library.calls:
         torch.manual_seed(seed)

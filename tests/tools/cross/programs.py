@@ -29,7 +29,8 @@ class Attentive(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention with a kernel of the GPU: flash attention for half precision, else the memory-efficient one, else the formula."""
+    """Attention with a kernel of the GPU: flash attention for half precision, else the memory-efficient one, else the
+    formula."""
 
     def __init__(self, depth: int, dtype: torch.dtype, causal: bool, masked: bool):
         super().__init__()
@@ -39,7 +40,9 @@ class Heads(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.mix(x).unflatten(-1, (3, 2, self.depth)).permute(2, 0, 3, 1, 4)
         mask = x.new_zeros(x.shape[1], x.shape[1]).fill_(-1).tril() if self.masked else None
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal).transpose(1, 2).flatten(2)
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal).transpose(1, 2).flatten(2)
+        )
 
 
 class Mixed(nn.Module):
@@ -72,13 +75,19 @@ def module(name: str) -> tuple[nn.Module, torch.Tensor]:
     """Return the module of that name, from the same seed each time, and an example."""
     torch.manual_seed(0)
     made: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-        "mlp": lambda: (nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)), torch.randn(5, 8, requires_grad=True)),
+        "mlp": lambda: (
+            nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4)),
+            torch.randn(5, 8, requires_grad=True),
+        ),
         "bfloat16": lambda: (
             nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).bfloat16(),
             torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True),
         ),
         "convolutions": lambda: (zoo.ConvNet(), torch.randn(5, 3, 8, 8, requires_grad=True)),
-        "channels_last": lambda: (zoo.ConvNet().to(memory_format=LAST), torch.randn(5, 3, 8, 8).to(memory_format=LAST).requires_grad_()),
+        "channels_last": lambda: (
+            zoo.ConvNet().to(memory_format=LAST),
+            torch.randn(5, 3, 8, 8).to(memory_format=LAST).requires_grad_(),
+        ),
         "mixed": lambda: (Mixed(), torch.randn(5, 6, 16, requires_grad=True)),
         "attention": lambda: (Attentive(), torch.randn(5, 6, 16, requires_grad=True)),
     }

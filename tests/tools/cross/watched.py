@@ -1,4 +1,5 @@
-"""Capture the inputs and results of the exporter's compiler: graphs, host code, and sources of kernels. A package has none of these."""
+"""Capture the inputs and results of the exporter's compiler: graphs, host code, and sources of kernels. A package has
+none of these."""
 
 from __future__ import annotations
 
@@ -54,11 +55,19 @@ def watching() -> Iterator[dict[tuple[str, str], Compiled]]:
             text=self.fn.src,
             signature={name: kind for name, kind in meta["signature"].items() if kind != "constexpr"},
             constants={name: value for name, value in constants.items() if name in self.fn.arg_names},
-            multiples=tuple(names[at] for config in meta["configs"] for (at,), said in config.items() if ["tt.divisibility", 16] in said),
+            multiples=tuple(
+                names[at]
+                for config in meta["configs"]
+                for (at,), said in config.items()
+                if ["tt.divisibility", 16] in said
+            ),
             shared=binary.metadata.shared,
             cubin=binary.asm["cubin"],
         )
         return save(self, stream, launcher)
 
-    with mock.patch.object(compile, "compile_graphs", watched_graphs), mock.patch.object(CachingAutotuner, "save_gpu_kernel", watched_save):
+    with (
+        mock.patch.object(compile, "compile_graphs", watched_graphs),
+        mock.patch.object(CachingAutotuner, "save_gpu_kernel", watched_save),
+    ):
         yield seen

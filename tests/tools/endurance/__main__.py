@@ -17,7 +17,8 @@ from . import parts
 
 ROOT = Path(__file__).parents[3]
 ALLOWED = {"descriptors": 2, "mappings": 16, "private": 4 << 20, "folders": 0}
-"""Allowed growth from the end of the first fifth of the repetitions to the end. The first fifth fills caches that are kept on purpose."""
+"""Allowed growth from the end of the first fifth of the repetitions to the end. The first fifth fills caches that are
+kept on purpose."""
 RULE = (
     "Flat: from the end of the first fifth of the repetitions to the end, growth of at most "
     f"{ALLOWED['descriptors']} descriptors, {ALLOWED['mappings']} mappings, {ALLOWED['private'] >> 20} MiB of private memory and 0 folders."
@@ -25,11 +26,15 @@ RULE = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.endurance", description="Repeat calls, loads and bindings; resources must not grow.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.endurance", description="Repeat calls, loads and bindings; resources must not grow."
+    )
     parser.add_argument("--only", default=",".join(parts.PARTS), help=f"parts, by default all: {','.join(parts.PARTS)}")
     parser.add_argument("--calls", type=int, metavar="N", help="at most N repetitions of each part")
     parser.add_argument("--again", action="store_true", help="also run parts that an earlier run has finished")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "endurance", metavar="FOLDER", help="packages, caches and results")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "endurance", metavar="FOLDER", help="packages, caches and results"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="write STEM.md and STEM.json")
     options = parser.parse_args()
     known, chosen, work = parts.PARTS | parts.HIDDEN, options.only.split(","), options.work.absolute()
@@ -65,7 +70,11 @@ def _run(name: str, calls: int, work: Path) -> dict[str, Any]:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(json.loads(line))
-            print(f"{name}: {samples[-1]['calls']} of {calls} in {samples[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {samples[-1]['calls']} of {calls} in {samples[-1]['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     ended = [f"it ended with {process.returncode}"] if process.returncode else []
     return {"asked": calls, "samples": samples, "problems": ended or grown(samples)}
 
@@ -73,7 +82,11 @@ def _run(name: str, calls: int, work: Path) -> dict[str, Any]:
 def grown(samples: list[dict[str, Any]]) -> list[str]:
     """Return the resources that are not flat."""
     first, last = samples[len(samples) // 5 - 1], samples[-1]
-    return [f"{what} from {first[what]} to {last[what]}" for what, allowed in ALLOWED.items() if last[what] - first[what] > allowed]
+    return [
+        f"{what} from {first[what]} to {last[what]}"
+        for what, allowed in ALLOWED.items()
+        if last[what] - first[what] > allowed
+    ]
 
 
 COLUMNS = ["part", "times", "seconds", "us each", "descriptors", "mappings", "private MiB", "folders", ""]
@@ -92,7 +105,15 @@ def _rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
         each = f"{last['seconds'] / max(1, last['calls']) * 1e6:.0f}"
         rows.append(
             [
-                *(shown, f"{last['calls']:,}", f"{last['seconds']:.0f}", each, *span, private, f"{first['folders']} to {last['folders']}"),
+                *(
+                    shown,
+                    f"{last['calls']:,}",
+                    f"{last['seconds']:.0f}",
+                    each,
+                    *span,
+                    private,
+                    f"{first['folders']} to {last['folders']}",
+                ),
                 "; ".join(result["problems"]) or "flat",
             ]
         )
@@ -114,7 +135,9 @@ def _write(stem: Path, found: dict[str, dict[str, Any]]) -> None:
     ]
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".md").write_text("\n".join(lines))
-    stem.with_suffix(".json").write_text(json.dumps({"machine": described, "rule": RULE, "parts": found}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({"machine": described, "rule": RULE, "parts": found}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

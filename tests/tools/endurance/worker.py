@@ -1,4 +1,5 @@
-"""``python -m tests.tools.endurance.worker PART CALLS FOLDER``: repeat one part, and print a line of JSON for each sample."""
+"""``python -m tests.tools.endurance.worker PART CALLS FOLDER``: repeat one part, and print a line of JSON for each
+sample."""
 
 from __future__ import annotations
 

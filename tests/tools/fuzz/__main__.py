@@ -1,7 +1,8 @@
-"""``python -m tests.tools.fuzz [--seed N] [--count N] [--minutes M] [--jobs N] [--resume FILE] [--docs STEM] [--only NUMBER]``
+"""``python -m tests.tools.fuzz [--seed N] [--count N] [--minutes M] [--jobs N] [--resume FILE] [--docs STEM] [--only
+NUMBER]``
 
-Run mutations 0 to ``count - 1`` of a seed in forked processes that may crash. Results are written at once; the same command continues an interrupted
-run. The exit status is 1 if there is a fault.
+Run mutations 0 to ``count - 1`` of a seed in forked processes that may crash. Results are written at once; the same
+command continues an interrupted run. The exit status is 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -18,20 +19,47 @@ ROOT = Path(__file__).parents[3]
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.fuzz", description="Mutated packages, state files and signatures: refused, or right."
+        prog="python -m tests.tools.fuzz",
+        description="Mutated packages, state files and signatures: refused, or right.",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=100_000, metavar="N", help="mutations in all, by default 100000")
-    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="start nothing new after M minutes; run again to continue")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one per core")
-    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; pieces of one FILE may run at once")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=24 * 60,
+        metavar="M",
+        help="start nothing new after M minutes; run again to continue",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one per core"
+    )
+    parser.add_argument(
+        "--pieces", type=int, default=1, metavar="N", help="run one of N pieces; pieces of one FILE may run at once"
+    )
     parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
-    parser.add_argument("--limit", type=float, default=30, metavar="S", help="seconds after which a mutation counts as hanging")
-    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="valid packages; missing ones are made")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="skip mutations that FILE has; by default in the packages' folder")
+    parser.add_argument(
+        "--limit", type=float, default=30, metavar="S", help="seconds after which a mutation counts as hanging"
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        default=ROOT / "build" / "fuzz",
+        metavar="FOLDER",
+        help="valid packages; missing ones are made",
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="skip mutations that FILE has; by default in the packages' folder"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="run one mutation in this process, and print its verdict")
-    parser.add_argument("--bases", metavar="NAMES", help="packages to mutate: net,order,step,passes,targets; also golden-pair,golden-passes")
+    parser.add_argument(
+        "--only", type=int, metavar="NUMBER", help="run one mutation in this process, and print its verdict"
+    )
+    parser.add_argument(
+        "--bases",
+        metavar="NAMES",
+        help="packages to mutate: net,order,step,passes,targets; also golden-pair,golden-passes",
+    )
     options = parser.parse_args()
     os.environ["AOT_BACKWARD_CACHE"] = str(options.packages / "cache")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,12 +81,22 @@ def main() -> None:
             file.flush()
             for r in found:
                 if r["verdict"] in processes.FAULTS:
-                    print(f"{r['number']:7} {r['verdict']:18} {r['kind']} of {r['base']}: {r['what'][:160]}: {r['reason']}", flush=True)
+                    print(
+                        f"{r['number']:7} {r['verdict']:18} {r['kind']} of {r['base']}: {r['what'][:160]}: {r['reason']}",
+                        flush=True,
+                    )
 
         start, before = time.monotonic(), len(done)
         left = sorted(set(range(options.piece - 1, options.count, options.pieces)) - {r["number"] for r in done})
         processes.run(
-            options.seed, left, options.packages, names, record, jobs=options.jobs, deadline=start + 60 * options.minutes, limit=options.limit
+            options.seed,
+            left,
+            options.packages,
+            names,
+            record,
+            jobs=options.jobs,
+            deadline=start + 60 * options.minutes,
+            limit=options.limit,
         )
     print(f"{len(done) - before} mutations in {time.monotonic() - start:.0f} s")
     shown = [r for r in done if r["number"] < options.count]

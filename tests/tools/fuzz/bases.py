@@ -1,7 +1,8 @@
-"""The packages to mutate, and their calls, compared with eager on the same numbers. Each package is small; it is exported once and kept.
+"""The packages to mutate, and their calls, compared with eager on the same numbers. Each package is small; it is
+exported once and kept.
 
-Eager runs on the state that the loaded entry shows (``state_dict``, ``param_groups``). So a package with other weights or another learning rate,
-which is valid, is compared with eager at these values.
+Eager runs on the state that the loaded entry shows (``state_dict``, ``param_groups``). So a package with other weights
+or another learning rate, which is valid, is compared with eager at these values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ROWS = Dim("rows", min=2, max=64)
 
 
 class Net(nn.Module):
-    """A module with tied weights, a changing buffer, a frozen parameter, two inputs and two outputs of the same form, and a size as a result."""
+    """A module with tied weights, a changing buffer, a frozen parameter, two inputs and two outputs of the same form,
+    and a size as a result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +81,15 @@ def export_net(path: Path) -> None:
     loss = loss_of(net)
     entries = {"net": ab.Module(net, [ab.Variant(pair(4), dynamic_shapes=shapes)])}
     ab.export(
-        path, {**entries, "loss": ab.Grad(loss, [ab.Variant(pair(4), dynamic_shapes=shapes)], wrt=["x", "y", "net.first.weight", "net.third.weight"])}
+        path,
+        {
+            **entries,
+            "loss": ab.Grad(
+                loss,
+                [ab.Variant(pair(4), dynamic_shapes=shapes)],
+                wrt=["x", "y", "net.first.weight", "net.third.weight"],
+            ),
+        },
     )
 
 
@@ -97,7 +107,11 @@ def export_order(path: Path) -> None:
     import aot_backward as ab
 
     x = pair(4)[0]
-    ab.export(path, {"twice": ab.Module(Twice(), [ab.Variant((x,), dynamic_shapes={"x": {0: ROWS}})], order=2)}, portable=False)
+    ab.export(
+        path,
+        {"twice": ab.Module(Twice(), [ab.Variant((x,), dynamic_shapes={"x": {0: ROWS}})], order=2)},
+        portable=False,
+    )
 
 
 def export_step(path: Path) -> None:
@@ -107,7 +121,9 @@ def export_step(path: Path) -> None:
     assert isinstance(net, nn.Sequential)
     optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
     variant = ab.Variant(samples(8), dynamic_shapes=({0: ROWS}, {0: ROWS}))
-    step = ab.Step(net, [variant], optimizer, loss_fn=nn.functional.mse_loss, accumulate=True, clip_norm=0.5, skip_nonfinite=True)
+    step = ab.Step(
+        net, [variant], optimizer, loss_fn=nn.functional.mse_loss, accumulate=True, clip_norm=0.5, skip_nonfinite=True
+    )
     ab.export(path, {"fit": step}, portable=False)
 
 
@@ -145,7 +161,9 @@ def export_targets(path: Path) -> None:
 # calls, compared with eager
 
 
-def call_module(package: Package, name: str, eager: nn.Module, args: tuple[Any, ...], again: bool) -> list[tuple[Numbers, Numbers]]:
+def call_module(
+    package: Package, name: str, eager: nn.Module, args: tuple[Any, ...], again: bool
+) -> list[tuple[Numbers, Numbers]]:
     """Call a module entry and eager. ``again``: also compute second derivatives."""
     loaded = package.module(name)
     eager = copy.deepcopy(eager)
@@ -178,14 +196,19 @@ def run_module(module: nn.Module, args: tuple[Any, ...], again: bool, names: Col
     own = [t for t in _tensors(given) if t.requires_grad]
     results = _tensors(module(*given))
     out: Numbers = {f"output {i}": t.detach().clone() for i, t in enumerate(results)}
-    parameters = sorted((n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)  # tied parameters by their first name
+    # Tied parameters by their first name
+    parameters = sorted((n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
     sources = {n: p for i, (n, p) in enumerate(parameters) if all(p is not q for _, q in parameters[:i])} | {
         f"input {i}": t for i, t in enumerate(own)
     }
     made = [t for t in results if t.requires_grad]
     cotangents = [torch.linspace(-1, 1 + i, t.numel()).reshape(t.shape) for i, t in enumerate(made)]
-    gradients = torch.autograd.grad(made, list(sources.values()), cotangents, allow_unused=True, create_graph=again, retain_graph=True)
-    out |= {f"gradient of {n}": None if g is None else g.detach().clone() for n, g in zip(sources, gradients, strict=True)}
+    gradients = torch.autograd.grad(
+        made, list(sources.values()), cotangents, allow_unused=True, create_graph=again, retain_graph=True
+    )
+    out |= {
+        f"gradient of {n}": None if g is None else g.detach().clone() for n, g in zip(sources, gradients, strict=True)
+    }
     if again:
         scalar = sum(g.square().sum() for g in gradients if g is not None)
         assert isinstance(scalar, torch.Tensor)
@@ -197,7 +220,9 @@ def run_module(module: nn.Module, args: tuple[Any, ...], again: bool, names: Col
     return out | {f"state {n}": b.detach().clone() for n, b in module.state_dict().items() if n in names}
 
 
-def call_grad(package: Package, name: str, function: Any, net: nn.Module | None, args: tuple[torch.Tensor, ...]) -> list[tuple[Numbers, Numbers]]:
+def call_grad(
+    package: Package, name: str, function: Any, net: nn.Module | None, args: tuple[torch.Tensor, ...]
+) -> list[tuple[Numbers, Numbers]]:
     """Call a grad entry and eager. ``function`` uses ``net``; the entry names its parameters ``net.NAME``."""
     loaded = package.grad(name)
     state = {n.removeprefix("net."): t.detach().clone() for n, t in loaded.parameters.items()}
@@ -210,7 +235,10 @@ def call_grad(package: Package, name: str, function: Any, net: nn.Module | None,
             net.load_state_dict(state, strict=False)
         own = [a.detach().clone().requires_grad_() for a in args]
         named = dict(net.named_parameters(remove_duplicate=False)) if net is not None else {}
-        sources = [own[int(w.removeprefix("input:"))] if w.startswith("input:") else named[w.removeprefix("parameter:net.")] for w in spec.wrt]
+        sources = [
+            own[int(w.removeprefix("input:"))] if w.startswith("input:") else named[w.removeprefix("parameter:net.")]
+            for w in spec.wrt
+        ]
         loss = function(*own)
         expected: Numbers = {"value 0": loss.detach()}
         expected |= {f"gradient {i}": g for i, g in enumerate(torch.autograd.grad(loss, sources, allow_unused=True))}
@@ -227,21 +255,28 @@ def call_step(package: Package, name: str) -> list[tuple[Numbers, Numbers]]:
     moved = {(n.group, n.key) for n in spec.numbers}
     numbers = [{k: v for k, v in group.items() if (i, k) in moved} for i, group in enumerate(step.param_groups)]
     calls = ((8, True), (5, False), (8, True))
-    found: Numbers = {f"loss {i}": _tensors(step(*samples(rows), update=update))[0] for i, (rows, update) in enumerate(calls)}
+    found: Numbers = {
+        f"loss {i}": _tensors(step(*samples(rows), update=update))[0] for i, (rows, update) in enumerate(calls)
+    }
     found |= step.state_dict()["module"]
     with oracle():
         return [(found, _trained(state, numbers, clip, calls))]
 
 
-def _trained(state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, calls: tuple[tuple[int, bool], ...]) -> Numbers:
-    """Return eager's losses and final state. Options that are not among the numbers of the groups stay as at the export."""
+def _trained(
+    state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, calls: tuple[tuple[int, bool], ...]
+) -> Numbers:
+    """Return eager's losses and final state. Options that are not among the numbers of the groups stay as at the
+    export."""
     net = fit()
     assert isinstance(net, nn.Sequential)
     optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
     net.load_state_dict(state["module"], strict=False)
     for own, theirs in zip(optimizer.param_groups, numbers, strict=True):
         own.update(theirs)
-    optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state["optimizer"]["state"], "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     out: Numbers = {}
     net.train()
     for number, (rows, update) in enumerate(calls):
@@ -250,7 +285,8 @@ def _trained(state: dict[str, Any], numbers: list[dict[str, Any]], clip: float, 
         loss.backward()
         out[f"loss {number}"] = loss.detach()
         if update:
-            if bool(nn.utils.clip_grad_norm_(net.parameters(), clip).isfinite()):  # a step with skip_nonfinite skips the update otherwise
+            # A step with skip_nonfinite skips the update otherwise
+            if bool(nn.utils.clip_grad_norm_(net.parameters(), clip).isfinite()):
                 optimizer.step()
             optimizer.zero_grad()
     own_state = net.state_dict()
@@ -279,7 +315,12 @@ def _call_net(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
 
 
 def _call_order(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
-    return [r for n, k in package.entries.items() if k == "module" for r in call_module(package, n, Twice(), pair(5)[:1], True)]
+    return [
+        r
+        for n, k in package.entries.items()
+        if k == "module"
+        for r in call_module(package, n, Twice(), pair(5)[:1], True)
+    ]
 
 
 def _call_step(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
@@ -287,11 +328,18 @@ def _call_step(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
 
 
 def _call_passes(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
-    return [r for n, k in package.entries.items() if k == "replay" for r in call_passes(path, n, lambda: passes((3, 5, 4)))]
+    return [
+        r for n, k in package.entries.items() if k == "replay" for r in call_passes(path, n, lambda: passes((3, 5, 4)))
+    ]
 
 
 def _call_golden_pair(package: Package, path: Path) -> list[tuple[Numbers, Numbers]]:
-    return [r for n, k in package.entries.items() if k == "module" for r in call_module(package, n, golden.Pair(), golden.arguments(), False)]
+    return [
+        r
+        for n, k in package.entries.items()
+        if k == "module"
+        for r in call_module(package, n, golden.Pair(), golden.arguments(), False)
+    ]
 
 
 def _golden_passes() -> Numbers:
@@ -327,7 +375,8 @@ GOLDEN: Mapping[str, Base] = {
     "golden-pair": Base(_golden("1.0-pair.pt2"), _call_golden_pair),
     "golden-passes": Base(_golden("1.1-passes.pt2"), _call_golden_passes),
 }
-"""Packages that need no compilation, for the tests of this tool. Newer formats store more, so their checks find more faults."""
+"""Packages that need no compilation, for the tests of this tool. Newer formats store more, so their checks find more
+faults."""
 KNOWN = {**BASES, **GOLDEN}
 
 
@@ -344,7 +393,8 @@ def difference(found: Numbers, expected: Numbers) -> str:
             continue
         if f.shape != e.shape or f.dtype != e.dtype:
             return f"{name} is {f.dtype} {tuple(f.shape)}, eager's {e.dtype} {tuple(e.shape)}"
-        if torch.equal(f, e) or not torch.isfinite(e).all():  # with a weight of Inf, the order of operations decides what is NaN
+        # With a weight of Inf, the order of operations decides what is NaN
+        if torch.equal(f, e) or not torch.isfinite(e).all():
             continue
         error, size = float((f.double() - e.double()).norm()), float(e.double().norm())
         if not error <= 1e-4 * max(size, 0.1 * largest, 1e-6):

@@ -59,8 +59,13 @@ def judge(made: Spoilt, folder: Path, work: Path) -> tuple[str, str]:
         return fault.verdict, str(fault)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = next((f for f in reversed(frames) if "/tests/" not in f.filename and "/torch/" not in f.filename), frames[-1])
-        return "untyped error", f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno} {where.name})"
+        where = next(
+            (f for f in reversed(frames) if "/tests/" not in f.filename and "/torch/" not in f.filename), frames[-1]
+        )
+        return (
+            "untyped error",
+            f"{type(error).__name__}: {str(error)[:200]} ({Path(where.filename).name}:{where.lineno} {where.name})",
+        )
 
 
 def _judged(made: Spoilt, path: Path, folder: Path, work: Path) -> tuple[str, str]:

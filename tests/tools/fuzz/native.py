@@ -1,8 +1,9 @@
-"""``python -m tests.tools.fuzz.native [--count N] [--minutes M] [--seed N] [--piece I --pieces N] [--bases NAMES] [--docs STEM]``
+"""``python -m tests.tools.fuzz.native [--count N] [--minutes M] [--seed N] [--piece I --pieces N] [--bases NAMES]
+[--docs STEM]``
 
-Run the same mutations through the C library with its standalone backend. Both are built with AddressSanitizer, LeakSanitizer and
-UndefinedBehaviorSanitizer; every report is a fault. Packages and cache are in memory. Results are written at once; the same command continues an
-interrupted run.
+Run the same mutations through the C library with its standalone backend. Both are built with AddressSanitizer,
+LeakSanitizer and UndefinedBehaviorSanitizer; every report is a fault. Packages and cache are in memory. Results are
+written at once; the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -56,11 +57,21 @@ def write(made: spoiling.Spoilt, folder: Path, packages: Path, number: int) -> s
 def run(
     program: Path, seed: int, numbers: Sequence[int], packages: Path, work: Path, names: tuple[str, ...]
 ) -> tuple[Counter[str], list[dict[str, object]]]:
-    """Return the counts of the outcomes, and the faults. If the process ends early, start a new one after the mutation that ended it."""
+    """Return the counts of the outcomes, and the faults. If the process ends early, start a new one after the mutation
+    that ended it."""
     outcomes, faults, left = Counter[str](), list[dict[str, object]](), list(numbers)
-    environment = {**os.environ, "AOT_BACKWARD_BACKEND": "standalone", "AOT_BACKWARD_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
-    environment |= {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:exitcode=99", "UBSAN_OPTIONS": "print_stacktrace=1"}
-    # LeakSanitizer's scan of thread-local memory fails after a library was closed. Memory that OpenMP's threads keep there is not our leak.
+    environment = {
+        **os.environ,
+        "AOT_BACKWARD_BACKEND": "standalone",
+        "AOT_BACKWARD_CACHE": str(work / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    environment |= {
+        "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1:exitcode=99",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    # LeakSanitizer's scan of thread-local memory fails after a library was closed. Memory that OpenMP's threads keep
+    # there is not our leak.
     suppressed = work / "suppressions"
     suppressed.write_text("leak:libgomp.so\nleak:_dl_resize_dtv\n")
     environment["LSAN_OPTIONS"] = f"use_tls=0:print_suppressions=0:suppressions={suppressed}"
@@ -68,7 +79,15 @@ def run(
         with tempfile.TemporaryDirectory(dir=work) as folder:
             made = [spoiling.spoilt(seed, number, packages, names) for number in left]
             lines = [write(one, Path(folder), packages, number) for one, number in zip(made, left, strict=True)]
-            done = subprocess.run([program], input="".join(lines), capture_output=True, text=True, errors="replace", env=environment, timeout=1200)
+            done = subprocess.run(
+                [program],
+                input="".join(lines),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=environment,
+                timeout=1200,
+            )
         answers = done.stdout.splitlines()
         for answer in answers:
             status, _, ran = answer.partition(" ")
@@ -76,14 +95,22 @@ def run(
         if done.returncode == 0 and len(answers) == len(left):
             return outcomes, faults
         at = min(len(answers), len(left) - 1)
-        what = f"{made[at].kind} of {made[at].base}: {made[at].what[:200]}" if len(answers) < len(left) else "a leak in one of the batch"
+        what = (
+            f"{made[at].kind} of {made[at].base}: {made[at].what[:200]}"
+            if len(answers) < len(left)
+            else "a leak in one of the batch"
+        )
         faults.append({"number": left[at], "what": what, "status": done.returncode, "report": done.stderr[-6000:]})
         left = left[len(answers) + 1 :]
     return outcomes, faults
 
 
 def batches(options: argparse.Namespace, done: set[int]) -> Iterator[int]:
-    yield from (first for first in range((options.piece - 1) * BATCH, options.count, options.pieces * BATCH) if first not in done)
+    yield from (
+        first
+        for first in range((options.piece - 1) * BATCH, options.count, options.pieces * BATCH)
+        if first not in done
+    )
 
 
 def page(records: Sequence[dict[str, object]], seed: int) -> str:
@@ -112,14 +139,32 @@ def page(records: Sequence[dict[str, object]], seed: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz.native", description="Run mutated packages in the C library, with sanitizers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.fuzz.native", description="Run mutated packages in the C library, with sanitizers."
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=1_000_000, metavar="N", help="mutations in all, by default a million")
-    parser.add_argument("--minutes", type=float, default=24 * 60, metavar="M", help="start nothing new after M minutes; run again to continue")
+    parser.add_argument(
+        "--count", type=int, default=1_000_000, metavar="N", help="mutations in all, by default a million"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=24 * 60,
+        metavar="M",
+        help="start nothing new after M minutes; run again to continue",
+    )
     parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; they may run at once")
     parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
-    parser.add_argument("--packages", type=Path, default=ROOT / "build" / "fuzz", metavar="FOLDER", help="valid packages; missing ones are made")
-    parser.add_argument("--bases", default="net,step,targets", metavar="NAMES", help="packages to mutate; also golden-pair")
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        default=ROOT / "build" / "fuzz",
+        metavar="FOLDER",
+        help="valid packages; missing ones are made",
+    )
+    parser.add_argument(
+        "--bases", default="net,step,targets", metavar="NAMES", help="packages to mutate; also golden-pair"
+    )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md")
     options = parser.parse_args()
     options.packages.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Forked workers. Each runs a batch of mutations and announces each one, so that the parent knows the mutation that crashed or stopped it."""
+"""Forked workers. Each runs a batch of mutations and announces each one, so that the parent knows the mutation that
+crashed or stopped it."""
 
 from __future__ import annotations
 
@@ -37,13 +38,18 @@ def prepare(folder: Path, names: Sequence[str]) -> None:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = [name for name in names if not (folder / f"{name}.pt2").exists()]
-        files = [folder / n for n, of in (("step.state", "step"), (judging.KEY, "targets"), ("targets.pt2.sig", "targets")) if of in names]
+        files = [
+            folder / n
+            for n, of in (("step.state", "step"), (judging.KEY, "targets"), ("targets.pt2.sig", "targets"))
+            if of in names
+        ]
         if made or not all(f.exists() for f in files):
             _in_a_process(lambda: _make(folder, made, names))
 
 
 def _make(folder: Path, missing: Sequence[str], names: Sequence[str]) -> None:
-    """Make the files. Runs in a separate process: a process that has exported, or has autograd's threads, should not fork workers."""
+    """Make the files. Runs in a separate process: a process that has exported, or has autograd's threads, should not
+    fork workers."""
     for name in missing:
         bases.KNOWN[name].export(folder / f"{name}.pt2")
         for found, expected in bases.KNOWN[name].call(load(folder / f"{name}.pt2"), folder / f"{name}.pt2"):
@@ -68,8 +74,12 @@ def _sign(folder: Path) -> None:
 
     private = ec.generate_private_key(ec.SECP256R1())
     pem = serialization.Encoding.PEM
-    (folder / "private.pem").write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    (folder / judging.KEY).write_bytes(private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo))
+    (folder / "private.pem").write_bytes(
+        private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    (folder / judging.KEY).write_bytes(
+        private.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
     ab.sign(folder / "targets.pt2", key=folder / "private.pem")
 
 
@@ -115,7 +125,8 @@ def run(
     deadline: float,
     limit: float,
 ) -> None:
-    """Run mutations ``numbers``. Start none after ``deadline``. A mutation hangs if it takes more than ``limit`` seconds."""
+    """Run mutations ``numbers``. Start none after ``deadline``. A mutation hangs if it takes more than ``limit``
+    seconds."""
     torch.set_num_threads(1)
     for name in names:  # forked workers inherit the files, modules and libraries opened here
         path = folder / f"{name}.pt2"
@@ -131,7 +142,9 @@ def run(
         while workers or again or (waiting and time.monotonic() < deadline):
             while len(workers) < jobs and (again or (waiting and time.monotonic() < deadline)):
                 alone = bool(again)
-                worker = _fork(seed, [again.popleft()] if alone else waiting.popleft(), folder, Path(work), names, alone, deadline)
+                worker = _fork(
+                    seed, [again.popleft()] if alone else waiting.popleft(), folder, Path(work), names, alone, deadline
+                )
                 workers[worker.pipe] = worker
                 selector.register(worker.pipe, selectors.EVENT_READ)
             for key, _ in selector.select(1):
@@ -193,7 +206,15 @@ def _record(number: int, made: spoiling.Spoilt, verdict: str, reason: str) -> di
     return {"number": number, "base": made.base, "kind": made.kind, "what": what, "verdict": verdict, "reason": reason}
 
 
-def _fork(seed: int, numbers: Sequence[int], folder: Path, temporary: Path, names: tuple[str, ...], alone: bool, deadline: float) -> _Worker:
+def _fork(
+    seed: int,
+    numbers: Sequence[int],
+    folder: Path,
+    temporary: Path,
+    names: tuple[str, ...],
+    alone: bool,
+    deadline: float,
+) -> _Worker:
     """Start a worker. The caller removes ``temporary``, with the files of killed workers."""
     read, write = os.pipe()
     pid = os.fork()

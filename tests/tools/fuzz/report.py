@@ -54,7 +54,9 @@ def write(stem: Path, seed: int, count: int, records: Sequence[Record]) -> None:
         "faults": faults,
     }
     stem.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n")
-    words = [f"- {r['number']}: {r['verdict']}: {r['kind']} of {r['base']}: `{r['what']}`: {r['reason']}" for r in faults] or ["None."]
+    words = [
+        f"- {r['number']}: {r['verdict']}: {r['kind']} of {r['base']}: `{r['what']}`: {r['reason']}" for r in faults
+    ] or ["None."]
     stem.with_suffix(".md").write_text(
         _PAGE.format(
             **described, kinds=table(records), packages=table(records, "base"), named=", ".join(f"{n} × `{e}`" for e, n in errors.most_common()),

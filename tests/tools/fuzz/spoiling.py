@@ -1,8 +1,9 @@
 """The mutations. Each one depends only on the seed and its number.
 
-After an edit of a member, its digest and size are updated, so that the edit reaches the checks behind them. Edits of bytes reach the checks of the
-digests. A manifest is edited only as bytes, because its SHA-256 protects its content. Machine code stays unchanged, except for the headers of an ELF
-file: a package with new machine code and its digest can do anything, and a reader cannot prevent it (``docs/format.md``, section 8).
+After an edit of a member, its digest and size are updated, so that the edit reaches the checks behind them. Edits of
+bytes reach the checks of the digests. A manifest is edited only as bytes, because its SHA-256 protects its content.
+Machine code stays unchanged, except for the headers of an ELF file: a package with new machine code and its digest can
+do anything, and a reader cannot prevent it (``docs/format.md``, section 8).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Spoilt:
-    """A mutated file. ``kind``: its row in the table. ``what``: a description. ``beside``: a signature. ``state``: a state file for ``data``."""
+    """A mutated file. ``kind``: its row in the table. ``what``: a description. ``beside``: a signature. ``state``: a
+    state file for ``data``."""
 
     base: str
     kind: str
@@ -116,13 +118,37 @@ def put_together(members: dict[str, bytes], manifest: bytes) -> bytes:
             padding += ALIGNMENT if padding < 4 else 0
         extra = struct.pack("<HH", 0x4246, padding - 4) + bytes(padding - 4) if padding else b""
         crc = _crc(data)
-        out += struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 33, crc, len(data), len(data), len(text), len(extra)) + text + extra + data
+        out += (
+            struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 33, crc, len(data), len(data), len(text), len(extra))
+            + text
+            + extra
+            + data
+        )
         directory += struct.pack(
-            "<IHHHHHHIIIHHHHHII", 0x02014B50, 0x0314, 20, 0, 0, 0, 33, crc, len(data), len(data), len(text), 0, 0, 0, 0, 0o100644 << 16, offset
+            "<IHHHHHHIIIHHHHHII",
+            0x02014B50,
+            0x0314,
+            20,
+            0,
+            0,
+            0,
+            33,
+            crc,
+            len(data),
+            len(data),
+            len(text),
+            0,
+            0,
+            0,
+            0,
+            0o100644 << 16,
+            offset,
         )
         directory += text
     count = len(members) + 1
-    return bytes(out + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(out), 0))
+    return bytes(
+        out + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(out), 0)
+    )
 
 
 def listed(members: dict[str, bytes]) -> dict[str, Any]:
@@ -157,14 +183,22 @@ def _bytes(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
     base = chance.choice(names)
     data = bytearray(whole(folder / f"{base}.pt2"))
     marks = [
-        i for mark in (b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"\x7fELF", b'{"format_version"', b"data_offsets") if (i := data.find(mark)) >= 0
+        i
+        for mark in (b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"\x7fELF", b'{"format_version"', b"data_offsets")
+        if (i := data.find(mark)) >= 0
     ]
     marks.append(data.rfind(b"PK\x01\x02"))
     words = []
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = min(
             len(data) - 1,
-            chance.choice([chance.randrange(len(data)), chance.choice(marks) + chance.randrange(120), len(data) - 1 - chance.randrange(600)]),
+            chance.choice(
+                [
+                    chance.randrange(len(data)),
+                    chance.choice(marks) + chance.randrange(120),
+                    len(data) - 1 - chance.randrange(600),
+                ]
+            ),
         )
         at = max(0, at)
         how = chance.choice(("flip", "flip", "byte", "cut", "insert", "repeat", "zero"))
@@ -198,20 +232,30 @@ def _members(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spo
     elif how == "add":
         members[
             chance.choice(
-                (f"{PREFIX}x", f"{PREFIX}../x", f"{PREFIX}data/x.so", "other/x", f"{PREFIX}{name.removeprefix(PREFIX).upper()}", f"{PREFIX}a//b")
+                (
+                    f"{PREFIX}x",
+                    f"{PREFIX}../x",
+                    f"{PREFIX}data/x.so",
+                    "other/x",
+                    f"{PREFIX}{name.removeprefix(PREFIX).upper()}",
+                    f"{PREFIX}a//b",
+                )
             )
         ] = b"x"
     elif how == "rename":
         members[chance.choice((f"{name}x", name.upper(), f"{PREFIX}{chance.choice(TEXTS)}"))] = members.pop(name)
     elif how == "exchange":
         other = chance.choice(list(members))
-        if not (name.endswith(".so") and other.endswith(".so")):  # exchanged libraries make a valid package of another program
+        # Exchanged libraries make a valid package of another program
+        if not (name.endswith(".so") and other.endswith(".so")):
             members[name], members[other] = members[other], members[name]
     elif how == "empty":
         members[name] = b""
     elif how == "cut":
         members[name] = (
-            members[name][: chance.randrange(len(members[name]) + 1)] if not name.endswith(".so") else members[name][: chance.randrange(4096)]
+            members[name][: chance.randrange(len(members[name]) + 1)]
+            if not name.endswith(".so")
+            else members[name][: chance.randrange(4096)]
         )
     else:
         other = parts(folder / f"{chance.choice(names)}.pt2").members
@@ -252,7 +296,8 @@ def _elf(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
 
 
 def _tensors(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoilt:
-    """Change the header or the data of a safetensors member. Update the digests of weights: a package with other numbers is valid."""
+    """Change the header or the data of a safetensors member. Update the digests of weights: a package with other
+    numbers is valid."""
     base = chance.choice([n for n in names if WEIGHTS in parts(folder / f"{n}.pt2").members])
     taken = parts(folder / f"{base}.pt2")
     members, manifest = dict(taken.members), _copied(taken.manifest)
@@ -277,7 +322,9 @@ def digests(data: bytes) -> dict[str, str]:
         return {}
 
 
-def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], None] = lambda header: None) -> tuple[bytes, str]:
+def safetensors(
+    chance: random.Random, data: bytes, repaired: Callable[[Any], None] = lambda header: None
+) -> tuple[bytes, str]:
     """Return a mutated safetensors file, and a description. Call ``repaired`` with its header afterwards."""
     (length,) = struct.unpack("<Q", data[:8])
     header, rest = json.loads(data[8 : 8 + length]), bytearray(data[8 + length :])
@@ -311,7 +358,9 @@ def safetensors(chance: random.Random, data: bytes, repaired: Callable[[Any], No
         at = chance.randrange(len(text))
         text = text[:at] + chance.choice((b"", b"\xff", b"{", b"\x00", b"1e999", b'"a":1,')) + text[at + 1 :]
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    length = chance.choice((0, 1, len(text) - 1, len(text) + 1, 1 << 40, (1 << 64) - 1)) if how == "length" else len(text)
+    length = (
+        chance.choice((0, 1, len(text) - 1, len(text) + 1, 1 << 40, (1 << 64) - 1)) if how == "length" else len(text)
+    )
     return struct.pack("<Q", length) + text + bytes(rest), how
 
 
@@ -343,7 +392,11 @@ def _state(chance: random.Random, folder: Path, names: tuple[str, ...]) -> Spoil
             _swap(chance, holder, key)
         else:
             holder[key] = (
-                chance.choice(NUMBERS) if change == "number" else chance.choice(TEXTS) if change == "text" else chance.choice([None, True, [], {}])
+                chance.choice(NUMBERS)
+                if change == "number"
+                else chance.choice(TEXTS)
+                if change == "text"
+                else chance.choice([None, True, [], {}])
             )
         metadata["about"] = json.dumps(known)
 

@@ -1,7 +1,8 @@
-"""``python -m tests.tools.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: run the parts and print one table.
+"""``python -m tests.tools.gpu [--device cpu] [--only native,tiny-step] [--quick] [--docs STEM]``: run the parts and
+print one table.
 
-Each part is a separate process: a fault in a kernel ends a process's use of the GPU, and becomes one row. Parts without timings run in parallel, with
-half as many processes as cores. The results are written after each part.
+Each part is a separate process: a fault in a kernel ends a process's use of the GPU, and becomes one row. Parts without
+timings run in parallel, with half as many processes as cores. The results are written after each part.
 """
 
 from __future__ import annotations
@@ -43,7 +44,16 @@ def _failed(why: str) -> str:
 
 def _run(part: str, device: str, quick: bool) -> list[list[str]]:
     started = time.perf_counter()
-    argv = [sys.executable, "-m", "tests.tools.gpu", "--device", device, "--part", part, *(["--quick"] if quick else [])]
+    argv = [
+        sys.executable,
+        "-m",
+        "tests.tools.gpu",
+        "--device",
+        device,
+        "--part",
+        part,
+        *(["--quick"] if quick else []),
+    ]
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     late = threading.Timer(LIMIT, process.kill)
     late.start()
@@ -53,7 +63,16 @@ def _run(part: str, device: str, quick: bool) -> list[list[str]]:
     if process.returncode:
         last = said.strip().splitlines()[-1:] or [""]
         late_by_itself = time.perf_counter() - started >= LIMIT
-        rows.append([part, "", _failed(f"not done in {LIMIT} s" if late_by_itself else f"it ended with {process.returncode}: {last[0]}"), ""])
+        rows.append(
+            [
+                part,
+                "",
+                _failed(
+                    f"not done in {LIMIT} s" if late_by_itself else f"it ended with {process.returncode}: {last[0]}"
+                ),
+                "",
+            ]
+        )
     print(f"{part}: {time.perf_counter() - started:.0f} s, {len(rows)} rows", file=sys.stderr, flush=True)
     return rows
 
@@ -100,7 +119,9 @@ def _write(stem: Path, named: str, title: str, rows: list[list[str]]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     table = [f"| {' | '.join(COLUMNS)} |", "|---|---|---|---|", *(f"| {' | '.join(r)} |" for r in rows)]
     stem.with_suffix(".md").write_text("\n".join(["# On a GPU", "", "```", title, "```", "", *table]) + "\n")
-    stem.with_suffix(".json").write_text(json.dumps({"gpu": named, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({"gpu": named, "torch": torch.__version__, "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

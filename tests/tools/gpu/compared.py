@@ -14,7 +14,8 @@ from torch import nn
 from aot_backward.checks.verify import verify_package
 
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""Tolerance of ‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm. For 16 bits, eager's distance from float64 decides."""
+"""Tolerance of ‖a − e‖ over the larger of ‖e‖ and a tenth of the largest norm. For 16 bits, eager's distance from
+float64 decides."""
 RIGHT, MEASURED, NOT_RUN = "right", "measured", "not run"
 """Outcomes that are not failures: compared and equal; a timing of compared code; not compared, with the reason."""
 Row = tuple[str, str, str]
@@ -33,15 +34,20 @@ def run(module: Callable[..., Any], parameters: Mapping[str, torch.Tensor], x: t
     return {"output": output.detach()} | {n: g.detach().clone() for n, g in gradients.items() if g is not None}
 
 
-def beside(loaded: nn.Module, module: nn.Module, inputs: Sequence[torch.Tensor], relative: float | None = None) -> tuple[str, str]:
-    """Compare a loaded module with eager at all ``inputs``. Return the outcome and the worst tensor. ``relative`` replaces the tolerance."""
+def beside(
+    loaded: nn.Module, module: nn.Module, inputs: Sequence[torch.Tensor], relative: float | None = None
+) -> tuple[str, str]:
+    """Compare a loaded module with eager at all ``inputs``. Return the outcome and the worst tensor. ``relative``
+    replaces the tolerance."""
     loaded.load_state_dict(module.state_dict())
     found: dict[str, float] = {}
     for x in inputs:
         ours, eagers = (run(m, dict(m.named_parameters()), x) for m in (loaded, module))
         if ours.keys() != eagers.keys():
             return f"only one of eager and ours has {sorted(ours.keys() ^ eagers.keys())[0]}", ""
-        low = any(t.dtype in (torch.float16, torch.bfloat16) for t in eagers.values()) or torch.is_autocast_enabled(x.device.type)
+        low = any(t.dtype in (torch.float16, torch.bfloat16) for t in eagers.values()) or torch.is_autocast_enabled(
+            x.device.type
+        )
         truth = in_float64(module, x) if low and relative is None else None
         for name, ratio in ratios(ours, eagers, truth, relative).items():
             found[name] = max(found.get(name, 0.0), ratio)
@@ -61,7 +67,9 @@ def ratios(ours: Tensors, eagers: Tensors, truth: Tensors | None, relative: floa
             out[name] = float((a.double() - e.double()).norm()) / allowed
         else:
             t = truth[name]
-            allowed = 2 * float((e.double() - t).norm()) + torch.finfo(torch.bfloat16).eps * 0.1 * max(float(t.norm()), 0.1 * scale)
+            allowed = 2 * float((e.double() - t).norm()) + torch.finfo(torch.bfloat16).eps * 0.1 * max(
+                float(t.norm()), 0.1 * scale
+            )
             out[name] = float((a.double() - t).norm()) / allowed
     return out
 
@@ -85,7 +93,9 @@ def verified(path: Path) -> tuple[str, str]:
     if report.not_run:
         return NOT_RUN, f"numbers not compared: {report.not_run}"
     wrong = [w for v in report.variants for w in v.wrong]
-    return (wrong[0] if wrong else "right"), f"{max((v.ratio for v in report.variants), default=0.0):.2g} of the tolerance"
+    return (
+        wrong[0] if wrong else "right"
+    ), f"{max((v.ratio for v in report.variants), default=0.0):.2g} of the tolerance"
 
 
 def settle(device: str) -> None:

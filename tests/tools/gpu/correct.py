@@ -58,19 +58,36 @@ def _case(name: str, device: str) -> Case:
     if name in ("mlp", "convolutions", "attention"):
         module, x = programs.module(name)
         module, x = module.to(device), x.detach().to(device)
-        return Case(module, x, [_rows(x, n) for n in (7, 2)], relative=2e-3 if name == "convolutions" and device == "cuda" else None)
+        return Case(
+            module,
+            x,
+            [_rows(x, n) for n in (7, 2)],
+            relative=2e-3 if name == "convolutions" and device == "cuda" else None,
+        )
     if name == "channels last":  # cuDNN rounds to TF32 by default, also in eager
         module, x = programs.module("convolutions")
-        module, x = module.to(device, memory_format=torch.channels_last), x.detach().to(device, memory_format=torch.channels_last)
-        return Case(module, x, [_rows(x, n).contiguous(memory_format=torch.channels_last) for n in (7, 2)], relative=2e-3)
+        module, x = (
+            module.to(device, memory_format=torch.channels_last),
+            x.detach().to(device, memory_format=torch.channels_last),
+        )
+        return Case(
+            module, x, [_rows(x, n).contiguous(memory_format=torch.channels_last) for n in (7, 2)], relative=2e-3
+        )
     if name == "misaligned":
         module, x = programs.module("mlp")
         flat = torch.randn(6 * 8 + 1, device=device)[1:]
-        return Case(module.to(device), x.detach().to(device), [flat.view(6, 8), torch.randn(8, 12, device=device).t()[:, :8][3:]])
+        return Case(
+            module.to(device),
+            x.detach().to(device),
+            [flat.view(6, 8), torch.randn(8, 12, device=device).t()[:, :8][3:]],
+        )
     if name.startswith("flash"):
-        module = Attention(SDPBackend.FLASH_ATTENTION, 0.1 if "dropout" in name else 0.0, True).to(device, torch.bfloat16)
+        module = Attention(SDPBackend.FLASH_ATTENTION, 0.1 if "dropout" in name else 0.0, True).to(
+            device, torch.bfloat16
+        )
         x = torch.randn(3, 10, 64, device=device, dtype=torch.bfloat16)
-        return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=3e-2)  # its kernels do not support float64 as a reference
+        # Its kernels do not support float64 as a reference
+        return Case(module, x, [_rows(x, 4), _rows(x, 2)], relative=3e-2)
     if name.startswith("efficient"):
         module = Attention(SDPBackend.EFFICIENT_ATTENTION, 0.1 if "dropout" in name else 0.0, False).to(device)
         x = torch.randn(3, 10, 64, device=device)
@@ -106,7 +123,14 @@ def native(device: str, quick: bool) -> Iterator[Row]:
 
 def precision(device: str, quick: bool) -> Iterator[Row]:
     """Compare 16-bit weights and autocast."""
-    every = ("bf16 autocast", "fp16 autocast", "bf16 weights", "fp16 weights", "bf16 autocast, dropout", "fp16 weights, dropout")
+    every = (
+        "bf16 autocast",
+        "fp16 autocast",
+        "bf16 weights",
+        "fp16 weights",
+        "bf16 autocast, dropout",
+        "fp16 weights, dropout",
+    )
     yield from _cases(every[:1] if device == "cpu" or quick else every, device)
 
 
@@ -156,7 +180,11 @@ def step(device: str, quick: bool) -> Iterator[Row]:
             ours = loaded(*batch)
         errors = {n: _error(loaded.parameters[n], p) for n, p in net.named_parameters()} | {"loss": _error(ours, loss)}
     worst = max(errors, key=lambda n: errors[n])
-    yield "AdamW, three steps", "right" if errors[worst] <= 1e-4 else f"{worst} is off", f"{errors[worst]:.1e} relative ({worst})"
+    yield (
+        "AdamW, three steps",
+        "right" if errors[worst] <= 1e-4 else f"{worst} is off",
+        f"{errors[worst]:.1e} relative ({worst})",
+    )
     if device == "cuda" or not quick:
         yield "fp16 autocast, GradScaler", *_scaled(device)
 
@@ -184,7 +212,11 @@ def recorded(device: str, quick: bool) -> Iterator[Row]:
             found = {rows: gradients(rows) for rows in expected}
         worst = max(_error(found[rows][n], e) for rows in expected for n, e in expected[rows].items())
         right = worst <= 1e-5 and not recording.skipped and session.report.bindings == 1
-        yield "recorded and replayed", "right" if right else "off", f"{worst:.1e} relative; {session.report}".replace("\n", ";")
+        yield (
+            "recorded and replayed",
+            "right" if right else "off",
+            f"{worst:.1e} relative; {session.report}".replace("\n", ";"),
+        )
 
 
 def _scaled(device: str) -> tuple[str, str]:
@@ -197,7 +229,10 @@ def _scaled(device: str) -> tuple[str, str]:
         loaded = load(path).module()
     found = []
     for module in (net, loaded):
-        optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.05), torch.amp.GradScaler(device, init_scale=2.0**24)
+        optimizer, scaler = (
+            torch.optim.SGD(module.parameters(), lr=0.05),
+            torch.amp.GradScaler(device, init_scale=2.0**24),
+        )
         for i in range(12):  # the first scales are too large: those updates are skipped
             torch.manual_seed(i)
             batch = torch.randn(8, 16, device=device)
@@ -212,7 +247,10 @@ def _scaled(device: str) -> tuple[str, str]:
     worst = max(_error(ours[n], e) for n, e in eagers.items())
     # fused code rounds to 16 bits less often than eager, so a gradient near the limit may overflow in only one of them
     right = 0.5 <= scale / ours_scale <= 2 and scale < 2.0**24 and worst <= (2e-3 if scale == ours_scale else 0.1)
-    return "right" if right else "off", f"{worst:.1e} relative after 12 steps, scale {ours_scale:g} and eager's {scale:g}"
+    return (
+        "right" if right else "off",
+        f"{worst:.1e} relative after 12 steps, scale {ours_scale:g} and eager's {scale:g}",
+    )
 
 
 def _error(a: torch.Tensor, e: torch.Tensor) -> float:

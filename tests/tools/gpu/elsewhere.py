@@ -18,8 +18,8 @@ from tests.tools.cross import programs
 from .compared import MEASURED, NOT_RUN, Row, beside, interleaved, verified
 
 MODULES = {"mlp": None, "convolutions": 2e-3, "attention": None, "flash": 3e-2, "efficient": 1e-3}
-"""Programs to compare also at other sizes and with native compilation, and the tolerance if it is not that of float32: cuDNN rounds to TF32, and the
-kernels of attention do not support float64 as a reference."""
+"""Programs to compare also at other sizes and with native compilation, and the tolerance if it is not that of float32:
+cuDNN rounds to TF32, and the kernels of attention do not support float64 as a reference."""
 CARRIED = Path(__file__).parent / "carried"
 ROOT = Path(__file__).parents[3]
 
@@ -32,11 +32,16 @@ def carried(device: str, quick: bool) -> Iterator[Row]:
         except ab.IncompatibleError as error:
             reasons = str(error)
             expected = device == "cpu" or "built with torch" in reasons or ", this GPU is sm_" in reasons
-            yield f"{path.stem}, compiled elsewhere", NOT_RUN if expected else "refused", f"refused: {reasons.partition('. ')[0]}"
+            yield (
+                f"{path.stem}, compiled elsewhere",
+                NOT_RUN if expected else "refused",
+                f"refused: {reasons.partition('. ')[0]}",
+            )
 
 
 _WRITE = (
-    "import sys; from pathlib import Path; from tests.tools.cross import programs; programs.write(Path(sys.argv[1]), sys.argv[2], True, sys.argv[3])"
+    "import sys; from pathlib import Path; from tests.tools.cross import programs; "
+    "programs.write(Path(sys.argv[1]), sys.argv[2], True, sys.argv[3])"
 )
 
 
@@ -71,8 +76,19 @@ def _as_native(name: str, path: Path, device: str) -> Iterator[Row]:
     crossed = load(path).module()
     yield f"{name}, cross-compiled, other sizes", *beside(crossed, module, inputs, MODULES[name])
     with tempfile.TemporaryDirectory() as folder:
-        made = ab.export_module(module, (x.requires_grad_(),), dynamic_shapes=programs.ROWS, path=Path(folder) / "n.pt2", target=device)
+        made = ab.export_module(
+            module, (x.requires_grad_(),), dynamic_shapes=programs.ROWS, path=Path(folder) / "n.pt2", target=device
+        )
         native, batch = load(made).module(), torch.randn(64, *x.shape[1:], device=device, dtype=x.dtype)
-        times = interleaved({k: lambda m=m: m(batch).square().sum().backward() for k, m in (("cross", crossed), ("native", native))}, device, 50, 5)
+        times = interleaved(
+            {k: lambda m=m: m(batch).square().sum().backward() for k, m in (("cross", crossed), ("native", native))},
+            device,
+            50,
+            5,
+        )
     ratio = times["cross"] / times["native"]
-    yield f"{name}, cross-compiled over native", MEASURED, f"{ratio:.2f} of native's {times['native'] * 1e6:.0f} µs (asked: at most 1.15)"
+    yield (
+        f"{name}, cross-compiled over native",
+        MEASURED,
+        f"{ratio:.2f} of native's {times['native'] * 1e6:.0f} µs (asked: at most 1.15)",
+    )

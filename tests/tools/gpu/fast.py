@@ -31,7 +31,9 @@ MODES = ("default", "reduce-overhead", "max-autotune")
 class Net(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 1))
+        self.net = nn.Sequential(
+            *[m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())], nn.Linear(width, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
@@ -97,12 +99,16 @@ def _ways(width: int, x: torch.Tensor, y: torch.Tensor, device: str, folder: Pat
         ways["ours, CUDA graph"] = lambda: graphed(x, y)
         if width >= 1024:  # use Triton's kernels for matrix products if they are faster
             with torch_api.inductor_config.patch(max_autotune=True):
-                path = ab.export_step(net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "t.pt2", target=device)
+                path = ab.export_step(
+                    net, (x, y), loss_fn=_loss, optimizer=optimizer, path=folder / "t.pt2", target=device
+                )
             packages.append(load(path, cudagraphs=True))
             tuned = packages[1].step()
             ways["ours, tuned, CUDA graph"] = lambda: tuned(x, y)
 
-    def trained(forward: Callable[..., Any], optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> Callable[[], Any]:
+    def trained(
+        forward: Callable[..., Any], optimizer: torch.optim.Optimizer, update: Callable[[], Any]
+    ) -> Callable[[], Any]:
         def call() -> torch.Tensor:
             optimizer.zero_grad()
             loss = _loss(forward(x), y)
@@ -172,9 +178,19 @@ def start(device: str, quick: bool) -> Iterator[Row]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         for _ in range(1 if quick else 4):
             for name, code in zip(found, (_BASE, _START, _EAGER), strict=True):
-                done = subprocess.run([sys.executable, "-c", code, path, device], env=environment, capture_output=True, text=True, check=True)
+                done = subprocess.run(
+                    [sys.executable, "-c", code, path, device],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
                 found[name].append(float(done.stdout))
         least = {name: min(times) for name, times in found.items()}
         for name, seconds in least.items():
-            beyond = f", {seconds - least['import and device']:.2f} s beyond import and device (asked: at most 0.30)" if name == "ours" else ""
+            beyond = (
+                f", {seconds - least['import and device']:.2f} s beyond import and device (asked: at most 0.30)"
+                if name == "ours"
+                else ""
+            )
             yield f"start to first gradient: {name}", MEASURED, f"{seconds:.2f} s{beyond}"

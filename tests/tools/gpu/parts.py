@@ -1,4 +1,5 @@
-"""The parts of ``python -m tests.tools.gpu``. Each yields rows: name, outcome, figure. :mod:`.compared` lists the outcomes that are not failures."""
+"""The parts of ``python -m tests.tools.gpu``. Each yields rows: name, outcome, figure. :mod:`.compared` lists the
+outcomes that are not failures."""
 
 from __future__ import annotations
 

@@ -31,7 +31,13 @@ def runtime(device: str, quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         module, x = programs.module("mlp")
         module, x = module.to(device), x.detach().to(device)
-        path = ab.export_module(module, (x.clone().requires_grad_(),), dynamic_shapes=programs.ROWS, path=Path(folder) / "m.pt2", target=device)
+        path = ab.export_module(
+            module,
+            (x.clone().requires_grad_(),),
+            dynamic_shapes=programs.ROWS,
+            path=Path(folder) / "m.pt2",
+            target=device,
+        )
         yield from _placed(path, x)
         yield "four threads", *_threads(path, module, x)
         if device == "cuda":
@@ -73,7 +79,9 @@ def _threads(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
         t.start()
     for t in threads:
         t.join(60)
-    return _outcome(len(grads) == 4 and max(grads.values()) <= 1e-5), f"{max(grads.values(), default=9):.1e} relative, 80 passes"
+    return _outcome(
+        len(grads) == 4 and max(grads.values()) <= 1e-5
+    ), f"{max(grads.values(), default=9):.1e} relative, 80 passes"
 
 
 def _streams(path: Path, module: nn.Module, x: torch.Tensor) -> tuple[str, str]:
@@ -143,7 +151,10 @@ def _fault(folder: Path) -> tuple[str, str]:
     environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", _FAULT, path], env=environment, capture_output=True, text=True)
     said = done.stdout.strip()
-    return _outcome(said.startswith("ExecutionError") and "the GPU no longer answers this process" in said, "not an error of that call"), said[:200]
+    return _outcome(
+        said.startswith("ExecutionError") and "the GPU no longer answers this process" in said,
+        "not an error of that call",
+    ), said[:200]
 
 
 def _exhausted(folder: Path) -> tuple[str, str]:
@@ -152,7 +163,9 @@ def _exhausted(folder: Path) -> tuple[str, str]:
     loaded = load(ab.export_module(module, (big,), path=folder / "big.pt2", target="cuda")).module()
     expected = loaded(big).detach().clone()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         loaded(big)
         raised = "nothing was raised"
@@ -169,12 +182,24 @@ def graphs(device: str, quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         module, x = programs.module("convolutions")
         module, x = module.to(device), x.detach().to(device)
-        path = ab.export_module(module, (x.clone().requires_grad_(),), dynamic_shapes=programs.ROWS, path=Path(folder) / "m.pt2", target=device)
+        path = ab.export_module(
+            module,
+            (x.clone().requires_grad_(),),
+            dynamic_shapes=programs.ROWS,
+            path=Path(folder) / "m.pt2",
+            target=device,
+        )
         package = _graphed(path, device)
         inputs = [torch.randn(n, *x.shape[1:], device=device) for n in (6, 4, 6, 6, 4, 4, 6)]
-        yield "forward and backward, two sizes", *beside(package.module(), module, inputs, 2e-3 if device == "cuda" else 1e-4)
+        yield (
+            "forward and backward, two sizes",
+            *beside(package.module(), module, inputs, 2e-3 if device == "cuda" else 1e-4),
+        )
         yield "", MEASURED, str(package.cudagraphs).replace("\n", ";")
-        yield "two forwards, then their backwards", *_waiting(package.module(), module, inputs[:4], 2e-3 if device == "cuda" else 1e-4)
+        yield (
+            "two forwards, then their backwards",
+            *_waiting(package.module(), module, inputs[:4], 2e-3 if device == "cuda" else 1e-4),
+        )
         yield "dropout, AdamW, ten steps", *_trained(Path(folder), device)
 
 
@@ -258,4 +283,6 @@ def _trained(folder: Path, device: str) -> tuple[str, str]:
         losses.append(float((step(x, y) - loss.detach()).abs()))
     report = package.cudagraphs
     assert report is not None
-    return _outcome(max(losses) <= 1e-4 and report.replayed == 9), f"loss off by {max(losses):.1e} at most; {report}".replace("\n", ";")
+    return _outcome(
+        max(losses) <= 1e-4 and report.replayed == 9
+    ), f"loss off by {max(losses):.1e} at most; {report}".replace("\n", ";")

@@ -1,8 +1,9 @@
-"""``python -m tests.tools.hosts --docs docs/benchmarks/DATE-hosts``: force fields and optimal control in their programs, from the shipped adapters.
+"""``python -m tests.tools.hosts --docs docs/benchmarks/DATE-hosts``: force fields and optimal control in their
+programs, from the shipped adapters.
 
-A package of a small message-passing potential runs 200 steps of molecular dynamics in ASE, OpenMM and LAMMPS, and a package of learned dynamics runs
-model predictive control in CasADi. No program imports PyTorch. Forces are compared with eager PyTorch at the last positions. Writes DOCS.md and
-DOCS.json.
+A package of a small message-passing potential runs 200 steps of molecular dynamics in ASE, OpenMM and LAMMPS, and a
+package of learned dynamics runs model predictive control in CasADi. No program imports PyTorch. Forces are compared
+with eager PyTorch at the last positions. Writes DOCS.md and DOCS.json.
 """
 
 from __future__ import annotations
@@ -33,10 +34,22 @@ from . import lammps_input
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 NATIVE = Path(abn.__file__).parent
-WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""A program for ``python -c`` that runs another one, in which PyTorch cannot be imported: vesin does so where it can."""
+WITHOUT_TORCH = (
+    "import runpy, sys; sys.modules['torch'] = None; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+"""A program for ``python -c`` that runs another one, in which PyTorch cannot be imported: vesin does so where it
+can."""
 PYTHON = [sys.executable, "-c", WITHOUT_TORCH]
-COLUMNS = ["ms a step", "native call", "neighbors", "rest", "rest %", "drift, eV/atom", "kinetic, eV/atom", "forces, relative"]
+COLUMNS = [
+    "ms a step",
+    "native call",
+    "neighbors",
+    "rest",
+    "rest %",
+    "drift, eV/atom",
+    "kinetic, eV/atom",
+    "forces, relative",
+]
 
 
 class Dynamics(nn.Module):
@@ -64,7 +77,9 @@ class Hosts:
         self.atoms = potential.crystal(side)
         for name, dtype in (("double", torch.float64), ("single", torch.float32)):
             self.progress(f"exporting {name}.pt2")
-            entry = ab.forcefield(model(dtype), potential.crystal(), cutoff=potential.CUTOFF, species=potential.SPECIES, layers=2)
+            entry = ab.forcefield(
+                model(dtype), potential.crystal(), cutoff=potential.CUTOFF, species=potential.SPECIES, layers=2
+            )
             ab.export(folder / f"{name}.pt2", {"potential": entry}, runtime="standalone")
         ase.io.write(folder / "atoms.xyz", self.atoms, format="extxyz")
         ase.io.write(folder / "atoms.data", self.atoms, format="lammps-data", specorder=potential.SPECIES, masses=True)
@@ -77,7 +92,11 @@ class Hosts:
         self.progress("exporting the dynamics")
         network = Dynamics()
         example = torch.randn(8, 4).double(), torch.randn(8, 2).double()
-        ab.export(self.dynamics, ab.derivatives(network, example, ["value", "jacobian", "vjp", "hessian"]), runtime="standalone")
+        ab.export(
+            self.dynamics,
+            ab.derivatives(network, example, ["value", "jacobian", "vjp", "hessian"]),
+            runtime="standalone",
+        )
         np.savez(folder / "weights.npz", **{k: v.numpy() for k, v in network.state_dict().items()})
         source = ROOT / "examples" / "casadi" / "external.c"
         options = [
@@ -97,9 +116,19 @@ class Hosts:
     def run(self, *argv: object, env: Mapping[str, str] | None = None) -> str:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         given = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
-        done = subprocess.run(list(map(str, argv)), cwd=self.folder, env=given, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            list(map(str, argv)),
+            cwd=self.folder,
+            env=given,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         if done.returncode:
-            raise RuntimeError(f"{argv[0]} {argv[1]}: expected exit code 0, got {done.returncode}.\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{argv[0]} {argv[1]}: expected exit code 0, got {done.returncode}.\n{done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def timed(self, *argv: object) -> tuple[str, float]:
@@ -121,15 +150,25 @@ class Hosts:
         self.progress("LAMMPS, fix external")
         dump = self.folder / "external.dump"
         text, native = self.timed(*PYTHON, HERE / "in_lammps.py", "double.pt2", "atoms.data", self.steps, dump)
-        return lammps_input.read(text, dump) | {"native": native} | {"neighbors": float(text.split("seconds of neighbors:")[1].split()[0])}
+        return (
+            lammps_input.read(text, dump)
+            | {"native": native}
+            | {"neighbors": float(text.split("seconds of neighbors:")[1].split()[0])}
+        )
 
     def pair_style(self, package: str, ranks: int) -> dict[str, Any]:
         self.progress(f"LAMMPS, pair_style aotb, {package}, {ranks} ranks")
         dump, script = self.folder / f"{package}{ranks}.dump", self.folder / f"in.{package}{ranks}"
         plugin = lammps_input.PLUGIN.format(plugin=self.folder / "plugin" / "aotbplugin.so", package=f"{package}.pt2")
-        text = lammps_input.SETTINGS.format(data="atoms.data") + plugin + lammps_input.DYNAMICS.format(steps=self.steps, out=dump)
+        text = (
+            lammps_input.SETTINGS.format(data="atoms.data")
+            + plugin
+            + lammps_input.DYNAMICS.format(steps=self.steps, out=dump)
+        )
         script.write_text(text)
-        out, native = self.timed(*(["mpiexec", "-n", ranks] if ranks > 1 else []), "lmp", "-in", script, "-log", "none", "-nocite")
+        out, native = self.timed(
+            *(["mpiexec", "-n", ranks] if ranks > 1 else []), "lmp", "-in", script, "-log", "none", "-nocite"
+        )
         return lammps_input.read(out, dump) | {"native": native}
 
     def error(self, row: Mapping[str, Any], dtype: torch.dtype) -> float:
@@ -145,7 +184,9 @@ class Hosts:
         times = [1e3 * found[k] / self.steps for k in ("seconds", "native", "neighbors")]
         rest = times[0] - times[1] - times[2]
         of_atoms = [found[k] / len(self.atoms) for k in ("drift", "kinetic")]
-        return dict(zip(COLUMNS, [*times, rest, 100 * rest / times[0], *of_atoms, self.error(found, dtype)], strict=True))
+        return dict(
+            zip(COLUMNS, [*times, rest, 100 * rest / times[0], *of_atoms, self.error(found, dtype)], strict=True)
+        )
 
 
 def measure(folder: Path, steps: int, side: int) -> dict[str, Any]:
@@ -164,7 +205,11 @@ def measure(folder: Path, steps: int, side: int) -> dict[str, Any]:
     ways = json.loads(hosts.run(*PYTHON, HERE / "in_casadi.py", hosts.dynamics, "./dynamics.so", "weights.npz"))
     own = np.array(ways["CasADi's own SX"]["states"])
     control = {
-        name: {"ms a step": way["ms"], "iterations": way["iterations"], "difference": float(np.abs(np.array(way["states"]) - own).max())}
+        name: {
+            "ms a step": way["ms"],
+            "iterations": way["iterations"],
+            "difference": float(np.abs(np.array(way["states"]) - own).max()),
+        }
         for name, way in ways.items()
     }
     return {"atoms": len(hosts.atoms), "steps": steps, "dynamics": rows, "ranks": ranks, "control": control}
@@ -178,7 +223,14 @@ def page(found: Mapping[str, Any], seconds: float) -> str:
         head = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         return head + [f"| {name} | {' | '.join(f'{v:.3g}' for v in row.values())} |" for name, row in rows.items()]
 
-    processor = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
+    processor = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
     lines = [
         "# Force fields and optimal control in their programs",
         "",

@@ -1,7 +1,9 @@
-"""Training steps of public force fields with random weights, in eager and compiled: :mod:`.force_fields` writes them into its page.
+"""Training steps of public force fields with random weights, in eager and compiled: :mod:`.force_fields` writes them
+into its page.
 
-The loss has energies and forces (``examples/forcefields/force_matching.py``); a step clips the gradients, updates by AdamW and averages the
-parameters. Losses are compared before times are taken; peers take turns in one process with one thread, and a time is the median.
+The loss has energies and forces (``examples/forcefields/force_matching.py``); a step clips the gradients, updates by
+AdamW and averages the parameters. Losses are compared before times are taken; peers take turns in one process with one
+thread, and a time is the median.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def batch(structures: int, atoms: int, box: float, dtype: torch.dtype) -> tuple[
         first = number * atoms
         parts.append((positions, species, src + first, dst + first, shift, torch.full((atoms,), number)))
     random = torch.Generator().manual_seed(0)
-    energy, forces = torch.randn(structures, generator=random), 0.1 * torch.randn(structures * atoms, 3, generator=random)
+    energy, forces = (
+        torch.randn(structures, generator=random),
+        0.1 * torch.randn(structures * atoms, 3, generator=random),
+    )
     return (*(torch.cat(column) for column in zip(*parts, strict=True)), energy.to(dtype), forces.to(dtype))
 
 
@@ -91,7 +96,11 @@ def measure(name: str, file: str, kind: tuple[str, ...], dtype: torch.dtype, fol
     structures, atoms, edges = ({0: torch.export.Dim(n, min=1)} for n in ("structures", "atoms", "edges"))
     sizes = (atoms, atoms, edges, edges, edges, atoms, structures, atoms)
     variant = ab.Variant(batch(2, 20, 7.0, dtype), dynamic_shapes=sizes, mode="train")
-    ab.export(path, {"fit": ab.Step(exported, [variant], matching["optimizer_of"](exported), clip_norm=10.0, ema=0.99)}, tune="none")
+    ab.export(
+        path,
+        {"fit": ab.Step(exported, [variant], matching["optimizer_of"](exported), clip_norm=10.0, ema=0.99)},
+        tune="none",
+    )
     seconds, rows = time.perf_counter() - start, []
     for (count, size), box in BATCHES.items():
         arguments = batch(count, size, box, dtype)
@@ -114,8 +123,17 @@ def measure(name: str, file: str, kind: tuple[str, ...], dtype: torch.dtype, fol
                 start = time.perf_counter()
                 step(*arguments)
                 times[peer].append(1e3 * (time.perf_counter() - start))
-        row = {"model": name, "dtype": str(dtype).removeprefix("torch."), "structures": count, "atoms": count * size, "edges": len(arguments[2])}
-        row |= {"export s": seconds, "difference": max(abs(losses[p] / losses["eager"] - 1) for p in ("ours", "ours, no PyTorch"))}
+        row = {
+            "model": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "structures": count,
+            "atoms": count * size,
+            "edges": len(arguments[2]),
+        }
+        row |= {
+            "export s": seconds,
+            "difference": max(abs(losses[p] / losses["eager"] - 1) for p in ("ours", "ours, no PyTorch")),
+        }
         rows.append(row | {f"{peer}: ms": statistics.median(t) for peer, t in times.items()})
         print(rows[-1], flush=True)
     return rows

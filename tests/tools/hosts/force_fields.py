@@ -1,9 +1,10 @@
-"""``python -m tests.tools.hosts.force_fields --docs docs/benchmarks/DATE-forcefields``: public models with random weights, against their own routes.
+"""``python -m tests.tools.hosts.force_fields --docs docs/benchmarks/DATE-forcefields``: public models with random
+weights, against their own routes.
 
-One call computes energy and forces of atoms in a periodic box, with the neighbor list given. Forces are compared with eager PyTorch in float64 before
-times are taken. Peers take turns in one process with one thread; a time is the median. Then the same for training steps
-(:mod:`.force_field_training`). A model whose library is not installed is left out; a second run in another environment adds its rows to the same
-files. MACE and NequIP need different versions of e3nn.
+One call computes energy and forces of atoms in a periodic box, with the neighbor list given. Forces are compared with
+eager PyTorch in float64 before times are taken. Peers take turns in one process with one thread; a time is the median.
+Then the same for training steps (:mod:`.force_field_training`). A model whose library is not installed is left out; a
+second run in another environment adds its rows to the same files. MACE and NequIP need different versions of e3nn.
 """
 
 from __future__ import annotations
@@ -62,8 +63,11 @@ def gradient(energies: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, 
     return by
 
 
-def by_aot_inductor(energies: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], folder: Path) -> Callable[..., Any]:
-    """Compile forces by PyTorch's own tools alone: ``make_fx``, ``torch.export`` and AOTInductor. ``nequip-compile`` does the same."""
+def by_aot_inductor(
+    energies: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], folder: Path
+) -> Callable[..., Any]:
+    """Compile forces by PyTorch's own tools alone: ``make_fx``, ``torch.export`` and AOTInductor. ``nequip-compile``
+    does the same."""
 
     def forces(positions: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return gradient(energies, (positions, *rest))
@@ -96,7 +100,9 @@ def peers_of(name: str, made: dict[str, Any], model: nn.Module, path: Path) -> d
     try:
         dtype = next(model.parameters()).dtype
         examples = with_dtype(system(20, BOXES[20], 5.0, seed=1), dtype)[:5]
-        plain = by_aot_inductor(made["Energies"](made["without_torchscript"](model)) if name == "MACE" else model, examples, path.parent)
+        plain = by_aot_inductor(
+            made["Energies"](made["without_torchscript"](model)) if name == "MACE" else model, examples, path.parent
+        )
         peers["AOTInductor"] = lambda inputs: lambda: plain(*inputs[:5])
     except Exception as error:  # of AOTInductor, of any kind
         print(f"{name}: no AOTInductor: {str(error).strip().splitlines()[0]}")
@@ -118,7 +124,13 @@ def measure(name: str, dtype: torch.dtype, folder: Path) -> list[dict[str, Any]]
         inputs = system(atoms, box, float((entry.metadata or {})["cutoff"]), seed=atoms)
         inputs = (*inputs[:-1], torch.ones_like(inputs[-1]))
         expected, low = {"positions": in_eager(reference, inputs)["positions"]}, with_dtype(inputs, dtype)
-        row = {"model": name, "dtype": str(dtype).removeprefix("torch."), "atoms": atoms, "edges": len(inputs[2]), "export s": seconds}
+        row = {
+            "model": name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "atoms": atoms,
+            "edges": len(inputs[2]),
+            "export s": seconds,
+        }
         row["package kB"] = path.stat().st_size / 1000
         calls, times = {}, dict[str, list[float]]()
         for peer, make in peers.items():
@@ -171,7 +183,11 @@ def main() -> int:
     warnings.simplefilter("ignore")  # the libraries' own
     torch.set_num_threads(1)
     file = options.docs.with_suffix(".json")
-    rows: dict[str, list[dict[str, Any]]] = {"rows": [], "training": [], **(json.loads(file.read_text()) if file.exists() else {})}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "rows": [],
+        "training": [],
+        **(json.loads(file.read_text()) if file.exists() else {}),
+    }
     for name in options.only.split(","):
         if importlib.util.find_spec(MODELS[name][1]) is None:
             print(f"{name}: left out, {MODELS[name][1]} is not installed")
@@ -179,7 +195,9 @@ def main() -> int:
         for dtype in (torch.float32, torch.float64):
             with tempfile.TemporaryDirectory() as folder:
                 found = {"rows": measure(name, dtype, Path(folder))}
-                found["training"] = force_field_training.measure(name, MODELS[name][0], MODELS[name][2], dtype, Path(folder))
+                found["training"] = force_field_training.measure(
+                    name, MODELS[name][0], MODELS[name][2], dtype, Path(folder)
+                )
             for part, new in found.items():
                 rows[part] = [r for r in rows[part] if (r["model"], r["dtype"]) != (name, new[0]["dtype"])] + new
             options.docs.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""``in_ase.py PACKAGE ATOMS STEPS OUT``: molecular dynamics in ASE. Prints its figures and writes the last positions and forces."""
+"""``in_ase.py PACKAGE ATOMS STEPS OUT``: molecular dynamics in ASE. Prints its figures and writes the last positions
+and forces."""
 
 from __future__ import annotations
 

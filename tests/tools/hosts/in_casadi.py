@@ -1,4 +1,5 @@
-"""``in_casadi.py PACKAGE LIBRARY WEIGHTS``: model predictive control by IPOPT with exact Hessians. Prints the figures of each way."""
+"""``in_casadi.py PACKAGE LIBRARY WEIGHTS``: model predictive control by IPOPT with exact Hessians. Prints the figures
+of each way."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def in_casadi(weights: dict[str, np.ndarray], points: int) -> ca.Function:
 
 
 def control(f: ca.Function, plant: ca.Function) -> dict[str, Any]:
-    """Return the states, controls and costs of ``STEPS`` steps, the number of IPOPT's iterations, and milliseconds a step."""
+    """Return the states, controls and costs of ``STEPS`` steps, the number of IPOPT's iterations, and milliseconds a
+    step."""
     X, U, x0 = ca.MX.sym("X", 4, HORIZON + 1), ca.MX.sym("U", 2, HORIZON), ca.MX.sym("x0", 4)
     problem = {
         "x": ca.vertcat(ca.vec(X), ca.vec(U)),
@@ -33,7 +35,9 @@ def control(f: ca.Function, plant: ca.Function) -> dict[str, Any]:
         "f": ca.sumsqr(X) + 0.05 * ca.sumsqr(U),
         "g": ca.vertcat(X[:, 0] - x0, ca.vec(X[:, 1:] - f(X[:, :HORIZON], U))),
     }
-    solver = ca.nlpsol("control", "ipopt", problem, {"ipopt.print_level": 0, "print_time": False, "ipopt.sb": "yes", "ipopt.tol": 1e-8})
+    solver = ca.nlpsol(
+        "control", "ipopt", problem, {"ipopt.print_level": 0, "print_time": False, "ipopt.sb": "yes", "ipopt.tol": 1e-8}
+    )
     bound = np.concatenate([np.full(4 * (HORIZON + 1), np.inf), np.ones(2 * HORIZON)])
     x, guess = np.array([1.0, -0.5, 0.8, -1.2]), np.zeros(6 * HORIZON + 4)
     solver(x0=guess, p=x, lbx=-bound, ubx=bound, lbg=0, ubg=0)  # opens the compiled code

@@ -1,4 +1,5 @@
-"""``in_lammps.py PACKAGE DATA STEPS OUT``: molecular dynamics in LAMMPS by ``examples/lammps/fix_external.py``, without a plugin."""
+"""``in_lammps.py PACKAGE DATA STEPS OUT``: molecular dynamics in LAMMPS by ``examples/lammps/fix_external.py``, without
+a plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``in_openmm.py PACKAGE ATOMS STEPS OUT``: molecular dynamics in OpenMM. Prints its figures and writes the last positions and forces."""
+"""``in_openmm.py PACKAGE ATOMS STEPS OUT``: molecular dynamics in OpenMM. Prints its figures and writes the last
+positions and forces."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ context.setVelocities(atoms.get_velocities() * (1000 * ase_units.fs / 10))
 def energy() -> tuple[float, float]:
     """Return the total and the kinetic energy, in eV."""
     state = context.getState(getEnergy=True)
-    kinetic, potential = (e.value_in_unit(unit.kilojoule_per_mole) / KJ_PER_MOL for e in (state.getKineticEnergy(), state.getPotentialEnergy()))
+    kinetic, potential = (
+        e.value_in_unit(unit.kilojoule_per_mole) / KJ_PER_MOL
+        for e in (state.getKineticEnergy(), state.getPotentialEnergy())
+    )
     return kinetic + potential, kinetic
 
 

@@ -35,7 +35,8 @@ write_dump all custom {{out}} id x y z fx fy fz modify sort id format float %.17
 
 
 def read(text: str, dump: Path) -> dict[str, float | list[list[float]]]:
-    """Return the drift of the energy and the first kinetic energy (eV), seconds, seconds of neighbor lists, and the last positions and forces."""
+    """Return the drift of the energy and the first kinetic energy (eV), seconds, seconds of neighbor lists, and the
+    last positions and forces."""
     table = re.search(r"\n\s*Step\s+KinEng\s+TotEng\s*\n(.*?)\nLoop time of (\S+)", text, re.DOTALL)
     neighbors = re.search(r"\nNeigh\s*\|\s*\S+\s*\|\s*(\S+)", text)
     assert table and neighbors, text

@@ -1,4 +1,5 @@
-"""``python -m tests.tools.model_table [--names mlp,gpt2] [--ways ours,…] [--resume FILE] [--docs STEM]``: the table of models.
+"""``python -m tests.tools.model_table [--names mlp,gpt2] [--ways ours,…] [--resume FILE] [--docs STEM]``: the table of
+models.
 
 
 Each model and way is a separate process. Results are written at once; the same command continues an interrupted run."""
@@ -25,7 +26,8 @@ LIMIT_S = 600
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.model_table", description="Gradients of whole models, compared with eager, and PyTorch's own ways."
+        prog="python -m tests.tools.model_table",
+        description="Gradients of whole models, compared with eager, and PyTorch's own ways.",
     )
     parser.add_argument("--names", default=",".join(models.NAMES), help="models, by default all")
     parser.add_argument("--ways", default=",".join(one.WAYS), help=f"by default all: {', '.join(one.WAYS)}")
@@ -36,7 +38,9 @@ def main() -> None:
         metavar="FILE",
         help="skip rows that FILE has",
     )
-    parser.add_argument("--docs", type=Path, metavar="STEM", help="also write all rows of FILE to STEM.md and STEM.json")
+    parser.add_argument(
+        "--docs", type=Path, metavar="STEM", help="also write all rows of FILE to STEM.md and STEM.json"
+    )
     options = parser.parse_args()
     options.resume.parent.mkdir(parents=True, exist_ok=True)
     rows = _read(options.resume)
@@ -50,7 +54,10 @@ def main() -> None:
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
-            print(f"{name:12} {shapes:8} {way:26} {row['verdict']:8} {row['seconds']:6.1f} s  {row['reason'][:110]}", flush=True)
+            print(
+                f"{name:12} {shapes:8} {way:26} {row['verdict']:8} {row['seconds']:6.1f} s  {row['reason'][:110]}",
+                flush=True,
+            )
     if options.docs:
         _write(options.docs, rows)
     if any(r["verdict"] != "pass" for r in rows if r["way"] == "ours"):
@@ -60,11 +67,17 @@ def main() -> None:
 def _verdict(name: str, way: str, shapes: str) -> dict[str, Any]:
     argv = [sys.executable, "-m", "tests.tools.model_table.one", name, way, shapes]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            argv, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     except subprocess.TimeoutExpired:
         return {"verdict": "refused", "reason": f"not done after {LIMIT_S} s", "seconds": float(LIMIT_S)}
     if done.returncode:
-        return {"verdict": "crashed", "reason": f"status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}", "seconds": 0.0}
+        return {
+            "verdict": "crashed",
+            "reason": f"status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:200]}",
+            "seconds": 0.0,
+        }
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -99,10 +112,16 @@ def _write(stem: Path, rows: list[dict[str, Any]]) -> None:
         lines.append(f"| {n} | " + " | ".join(cells) + " |")
     lines += ["", "| way | " + " | ".join(("pass", "refused", "wrong", "crashed")) + " |", "|---|---|---|---|---|"]
     for w in ways:
-        counts = [sum(r["verdict"] == v for r in rows if r["way"] == w) for v in ("pass", "refused", "wrong", "crashed")]
+        counts = [
+            sum(r["verdict"] == v for r in rows if r["way"] == w) for v in ("pass", "refused", "wrong", "crashed")
+        ]
         lines.append(f"| {w} | " + " | ".join(map(str, counts)) + " |")
     lines += ["", "## Why not", ""]
-    lines += [f"- {r['model']}, {r['shapes']}, {r['way']}: {r['verdict']}: {r['reason']}" for r in rows if r["verdict"] != "pass"]
+    lines += [
+        f"- {r['model']}, {r['shapes']}, {r['way']}: {r['verdict']}: {r['reason']}"
+        for r in rows
+        if r["verdict"] != "pass"
+    ]
     stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
     stem.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -23,7 +23,9 @@ class Residual(nn.Module):
             first = [nn.Conv2d(n, m, 3, stride, 1, bias=False), nn.BatchNorm2d(m), nn.ReLU(inplace=True)]
             return nn.Sequential(*first, nn.Conv2d(m, m, 3, 1, 1, bias=False), nn.BatchNorm2d(m))
 
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        )
         self.one, self.two, self.short = block(8, 8, 1), block(8, 16, 2), nn.Conv2d(8, 16, 1, 2)
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
@@ -37,7 +39,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
-        self.middle = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2, mode="bilinear"))
+        self.middle = nn.Sequential(
+            nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2, mode="bilinear")
+        )
         self.up = nn.Sequential(nn.ConvTranspose2d(16, 4, 3, padding=1), nn.LeakyReLU(0.1), nn.Conv2d(4, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +120,9 @@ class GraphConvolutions(nn.Module):
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         def summed(h: torch.Tensor) -> torch.Tensor:
-            degree = torch.ones_like(h[:, :1]).index_add(0, edges[1], torch.ones_like(h[:1, :1]).expand(edges.shape[1], 1))
+            degree = torch.ones_like(h[:, :1]).index_add(
+                0, edges[1], torch.ones_like(h[:1, :1]).expand(edges.shape[1], 1)
+            )
             return (h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])) / degree
 
         return self.two(summed(torch.relu(self.one(summed(x)))))
@@ -175,7 +181,10 @@ class ForceField(nn.Module):
         with torch.enable_grad():
             difference = positions[:, None] - positions[None]
             distance = (difference.pow(2).sum(-1) + torch.eye(positions.shape[0])).sqrt()
-            basis = torch.exp(-(distance[..., None] - torch.arange(6.0)).pow(2)) * (1 - torch.eye(positions.shape[0]))[..., None]
+            basis = (
+                torch.exp(-(distance[..., None] - torch.arange(6.0)).pow(2))
+                * (1 - torch.eye(positions.shape[0]))[..., None]
+            )
             energy = self.out((self.filter(basis) * self.kind(kinds)[None]).sum(1)).sum()
             (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
         return energy, -gradient
@@ -210,7 +219,11 @@ class Language(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.encodes:
             return self.model(input_ids=x, decoder_input_ids=x, use_cache=False)[self.result]
-        return self.model(x)[self.result] if x.is_floating_point() or self.result != "logits" else self.model(x, use_cache=False)[self.result]
+        return (
+            self.model(x)[self.result]
+            if x.is_floating_point() or self.result != "logits"
+            else self.model(x, use_cache=False)[self.result]
+        )
 
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -230,7 +243,8 @@ _DYNAMIC_GRAPH = {"x": {0: Dim("nodes", min=2, max=64)}, "edges": {1: Dim("edges
 
 
 def _language(kind: str, config: str, result: str = "logits", **settings: Any) -> Callable[[], Case]:
-    return lambda: Case(Language(kind, config, result, **settings), _TOKENS, _rows("x", least=2))  # transformers compares the batch with 1
+    # Transformers compares the batch with 1
+    return lambda: Case(Language(kind, config, result, **settings), _TOKENS, _rows("x", least=2))
 
 
 _CASES: dict[str, Callable[[], Case]] = {

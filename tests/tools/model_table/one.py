@@ -2,8 +2,8 @@
 
 The last line of output is the verdict as JSON.
 
-``WAY``: "ours", or a peer of :data:`PEERS`. ``python -m tests.tools.model_table.one NAME loaded PACKAGE SIZES`` compares an existing package with
-eager. It needs no compiler.
+``WAY``: "ours", or a peer of :data:`PEERS`. ``python -m tests.tools.model_table.one NAME loaded PACKAGE SIZES``
+compares an existing package with eager. It needs no compiler.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ def ours(name: str, case: Case, dynamic: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
         try:
-            ab.export_module(case.module, case.args(case.sizes[0]), dynamic_shapes=case.dynamic_shapes if dynamic else None, path=path)
+            ab.export_module(
+                case.module,
+                case.args(case.sizes[0]),
+                dynamic_shapes=case.dynamic_shapes if dynamic else None,
+                path=path,
+            )
         except ab.ExportError as error:
             raise (Wrong if "nothing was written" in str(error) else Refused)(f"ExportError: {error}") from error
         sizes = case.sizes if dynamic else case.sizes[:1]
@@ -65,7 +70,11 @@ def loaded(name: str, path: str, sizes: Sequence[int]) -> None:
     from aot_backward_runtime import load
 
     def types_of(value: Any) -> list[type]:
-        return [type(value), *(t for v in (value.values() if isinstance(value, dict) else value) for t in types_of(v))] if _nested(value) else []
+        return (
+            [type(value), *(t for v in (value.values() if isinstance(value, dict) else value) for t in types_of(v))]
+            if _nested(value)
+            else []
+        )
 
     case = models.make(name)
     eager = case.module.train(case.mode == "train")
@@ -74,8 +83,12 @@ def loaded(name: str, path: str, sizes: Sequence[int]) -> None:
     package = load(path, types=[t for t in types if t not in (dict, list, tuple)])
     for size in sizes:
         args = case.args(size)
-        assert_same(run(package.module().train(eager.training), args, 5), run(eager, args, 5), case.relative or RELATIVE)
-    assert not {"aot_backward", "torch._dynamo", "torch._inductor"} & (sys.modules.keys() - before), "a compiler was loaded"
+        assert_same(
+            run(package.module().train(eager.training), args, 5), run(eager, args, 5), case.relative or RELATIVE
+        )
+    assert not {"aot_backward", "torch._dynamo", "torch._inductor"} & (sys.modules.keys() - before), (
+        "a compiler was loaded"
+    )
 
 
 def _nested(value: Any) -> bool:
@@ -91,7 +104,11 @@ class Loss(nn.Module):
         self.training = module.training
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        outputs = [t for t in pytree.tree_leaves(self.module(*args)) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
+        outputs = [
+            t
+            for t in pytree.tree_leaves(self.module(*args))
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
+        ]
         return sum((t.float().square().mean() for t in outputs), start=torch.zeros(()))
 
 
@@ -136,9 +153,17 @@ def exported_jointly(name: str, case: Case, dynamic: bool) -> None:
         torch.manual_seed(3)
         flat = joint._graph_module_flat_inputs(args, {})
         results = torch.fx.Interpreter(joint.graph_module).run(*flat)
-        actual = {s.target or "loss": r for s, r in zip(joint.graph_signature.output_specs, results, strict=True) if "BUFFER" not in s.kind.name}
+        actual = {
+            s.target or "loss": r
+            for s, r in zip(joint.graph_signature.output_specs, results, strict=True)
+            if "BUFFER" not in s.kind.name
+        }
         for first, parameter in program.named_parameters():  # the caller must add the parts of a tied parameter
-            tied = [n for n, p in program.named_parameters(remove_duplicate=False) if p is parameter and n != first and n in actual]
+            tied = [
+                n
+                for n, p in program.named_parameters(remove_duplicate=False)
+                if p is parameter and n != first and n in actual
+            ]
             actual |= {first: sum((actual[n] for n in tied), start=actual[first])} if tied and first in actual else {}
         _compared(actual, expected, case.relative or PEERS_RELATIVE)
 
@@ -149,7 +174,9 @@ def stored(way: str, name: str, case: Case, dynamic: bool) -> None:
     given = _detached if "precompile" in way and name != "forcefield" else clones
     args = given(case.args(case.sizes[0]))
     with tempfile.TemporaryDirectory() as folder:
-        WRITTEN[way].write(Loss(case.module), args, list(case.dynamic_shapes.values()) if dynamic else [None] * len(args), Path(folder))
+        WRITTEN[way].write(
+            Loss(case.module), args, list(case.dynamic_shapes.values()) if dynamic else [None] * len(args), Path(folder)
+        )
         call, program = WRITTEN[way].load(Path(folder), lambda: Loss(case.module))
     for size in case.sizes if dynamic else case.sizes[:1]:
         args = case.args(size)
@@ -164,7 +191,11 @@ def _detached(args: Any) -> Any:
     return tuple(a.detach().clone() for a in args)
 
 
-WAYS: dict[str, Callable[[str, Case, bool], None]] = {"ours": ours, JOINT: exported_jointly, **{way: partial(stored, way) for way in PEERS[1:]}}
+WAYS: dict[str, Callable[[str, Case, bool], None]] = {
+    "ours": ours,
+    JOINT: exported_jointly,
+    **{way: partial(stored, way) for way in PEERS[1:]},
+}
 
 
 def main() -> None:
@@ -183,7 +214,10 @@ def main() -> None:
         verdict, reason = "wrong", str(error)
     except Exception as error:  # a peer or a model may raise anything
         text = str(error).strip().splitlines()
-        verdict, reason = "refused", str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {text[0] if text else ''}"
+        verdict, reason = (
+            "refused",
+            str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {text[0] if text else ''}",
+        )
     print(json.dumps({"verdict": verdict, "reason": reason[:300], "seconds": round(time.perf_counter() - start, 1)}))
 
 

@@ -5,10 +5,10 @@
     energy = abn.load("energy.pt2").grad()
     value, gradient = energy(positions)
 
-Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX); if NumPy is installed, also lists, numbers, and
-anything that ``numpy.asarray`` takes. Results are NumPy arrays if NumPy is imported, else :class:`Tensor`, which has both protocols.
-``tensor("bfloat16", (2, 3), data)`` makes one from row-major bytes. This module imports NumPy only for arguments that need it, and never PyTorch.
-"""
+Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX); if NumPy is
+installed, also lists, numbers, and anything that ``numpy.asarray`` takes. Results are NumPy arrays if NumPy is
+imported, else :class:`Tensor`, which has both protocols. ``tensor("bfloat16", (2, 3), data)`` makes one from row-major
+bytes. This module imports NumPy only for arguments that need it, and never PyTorch."""
 
 from __future__ import annotations
 
@@ -65,14 +65,18 @@ _FOLDER = Path(__file__).parent
 
 
 def load(
-    path: str | os.PathLike[str], *, backend: str | None = None, public_key: str | os.PathLike[str] | None = None, unchecked: bool = False
+    path: str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    public_key: str | os.PathLike[str] | None = None,
+    unchecked: bool = False,
 ) -> Package:
     """Open a package and check its archive and manifest. No code is run.
 
     Args:
         path: The package.
-        backend: "standalone", which needs no PyTorch; "libtorch"; or the path of a ``libtorch_cpu.so``. The default is ``$AOT_BACKWARD_BACKEND`` if
-            it is set, else "standalone".
+        backend: "standalone", which needs no PyTorch; "libtorch"; or the path of a ``libtorch_cpu.so``. The default is
+            ``$AOT_BACKWARD_BACKEND`` if it is set, else "standalone".
         public_key: A PEM file. The package must be signed by its key.
         unchecked: Whether "standalone" also runs entries that export did not compare with eager on it.
 
@@ -90,14 +94,19 @@ def load(
         >>> gradient.shape
         (4, 3)
     """
-    options = {"backend": backend, "public_key": None if public_key is None else str(Path(public_key).absolute()), "unchecked": unchecked}
+    options = {
+        "backend": backend,
+        "public_key": None if public_key is None else str(Path(public_key).absolute()),
+        "unchecked": unchecked,
+    }
     return Package(_extension.open(path, backend, public_key, unchecked), Path(path).absolute(), options)
 
 
 class Package:
     """An open package. Each function made from it has its own weights.
 
-    A copy is the same object, because an open package does not change. A pickle holds its path, its digest and the arguments of :func:`load`.
+    A copy is the same object, because an open package does not change. A pickle holds its path, its digest and the
+    arguments of :func:`load`.
     """
 
     def __init__(self, opened: Any, path: Path, options: dict[str, Any]):
@@ -123,8 +132,8 @@ class Package:
 
         Args:
             name: The name of the entry; a sole one needs none.
-            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
-                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths,
+                integers to floating-point numbers, and real to complex numbers. Otherwise another dtype is an error.
 
         Returns:
             The function, with separate weights.
@@ -139,8 +148,8 @@ class Package:
 
         Args:
             name: The name of the entry; a sole one needs none.
-            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
-                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths,
+                integers to floating-point numbers, and real to complex numbers. Otherwise another dtype is an error.
             scale: Factors of gradients by name. ``{"positions": -1.0}`` makes forces of the gradient of an energy.
 
         Returns:
@@ -151,13 +160,15 @@ class Package:
         """
         return Grad(self, self._name("grad", name), cast=cast, scale=scale)
 
-    def module(self, name: str | None = None, *, cast: bool = False, scale: Mapping[str, float] | None = None) -> Module:
+    def module(
+        self, name: str | None = None, *, cast: bool = False, scale: Mapping[str, float] | None = None
+    ) -> Module:
         """Return a new module. Use one per thread.
 
         Args:
             name: The name of the entry; a sole one needs none.
-            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
-                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths,
+                integers to floating-point numbers, and real to complex numbers. Otherwise another dtype is an error.
             scale: Factors of gradients by name. ``{"positions": -1.0}`` makes forces of the gradient of an energy.
 
         Returns:
@@ -173,8 +184,8 @@ class Package:
 
         Args:
             name: The name of the entry; a sole one needs none.
-            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths, integers to floating-point
-                numbers, and real to complex numbers. Otherwise another dtype is an error.
+            cast: Whether to convert arguments of another dtype: floating-point and integer dtypes of other widths,
+                integers to floating-point numbers, and real to complex numbers. Otherwise another dtype is an error.
 
         Returns:
             The step, with separate weights.
@@ -215,10 +226,16 @@ class Package:
         if name is None and len(names) == 1:
             name = names[0]
         if name is None or name not in names:
-            wanted = f"one {kind} entry" if names and name is None else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+            wanted = (
+                f"one {kind} entry"
+                if names and name is None
+                else f"a {kind} entry" + (f" {name!r}" if name is not None else "")
+            )
             has = ", ".join(f"{k} {n!r}" for n, k in entries.items()) or "none that can be called without PyTorch"
             ways = " or ".join(f"load(path).{k}({n!r})" for n, k in entries.items() if n in (name, *names) or not names)
-            raise PackageError(f"{self._path}: expected {wanted}, got {has}. {f'Call {ways}.' if ways else 'Export one.'}")
+            raise PackageError(
+                f"{self._path}: expected {wanted}, got {has}. {f'Call {ways}.' if ways else 'Export one.'}"
+            )
         return name
 
 
@@ -233,7 +250,10 @@ class _Entry:
         self._results: dict[int, tuple[dict[str, Any], Reader]] = {}
         self._gradients = dict[int, list[str]]()
         self._variants = function.variants
-        parts = {part: [[d[:2] for d in function.describe(v, part)] for v in range(self._variants)] for part in (_INPUTS, _INCOMING)}
+        parts = {
+            part: [[d[:2] for d in function.describe(v, part)] for v in range(self._variants)]
+            for part in (_INPUTS, _INCOMING)
+        }
         self._names = [n for n, _ in parts[_INPUTS][0]]
         self._door = Door(parts)
         function.door(self._door)
@@ -294,7 +314,11 @@ class _Entry:
         return _copies.restored(*arguments)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
-        options = {"made": self._made, "training": self._training, "variant": None if self._door.only < 0 else self._door.only}
+        options = {
+            "made": self._made,
+            "training": self._training,
+            "variant": None if self._door.only < 0 else self._door.only,
+        }
         return _copies.restored, (type(self), self._package, self.name, options, self._changed())
 
     def _changed(self) -> _copies.State:
@@ -305,7 +329,9 @@ class _Entry:
             return args
         rest = self._names[len(args) :]
         if unknown := [k for k in kwargs if k not in rest]:
-            raise InputError(f"entry {self.name}: no argument {unknown[0]!r}, or it is given twice; its arguments: {self._names}")
+            raise InputError(
+                f"entry {self.name}: no argument {unknown[0]!r}, or it is given twice; its arguments: {self._names}"
+            )
         if missing := [n for n in rest if n not in kwargs]:
             raise InputError(f"entry {self.name}: argument {missing[0]!r} is missing; its arguments: {self._names}")
         return (*args, *(kwargs[n] for n in rest))
@@ -321,7 +347,8 @@ class _Entry:
         return self._results[number]
 
     def _called(self, call: Callable[..., list[Any]], args: tuple[Any, ...], out: Any) -> Any:
-        """Return the results of a call in the caller's structure. ``out``: arrays that receive results, in that structure, or None."""
+        """Return the results of a call in the caller's structure. ``out``: arrays that receive results, in that
+        structure, or None."""
         function = self._function
         results = [_shown(t) for t in (call(*args) if out is None else call(*args, out=self._receivers(out)))]
         return self._structure(function.served)[1](results, function.size)
@@ -330,7 +357,9 @@ class _Entry:
         only = self._door.only
         trees = [self._structure(number)[0] for number in (range(self._variants) if only < 0 else [only])]
         if any(tree != trees[0] for tree in trees):
-            raise InputError(f"entry {self.name}: out: the variants return different structures. Select one by use_variant(number).")
+            raise InputError(
+                f"entry {self.name}: out: the variants return different structures. Select one by use_variant(number)."
+            )
         found = dict[int, Any]()
         spread(trees[0], out, found, "out")
         return tuple(found.get(number) for number in range(1 + max(found, default=-1)))
@@ -358,13 +387,13 @@ class Grad(_Entry):
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
-            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
-                any code runs, and returned in place of new arrays.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no
+                array. They are checked before any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
-            The pair of outputs, in the structure of the exported function's result, and gradients: one array if ``wrt`` was one name, else a dict by
-                name. A gradient is None if eager's is.
+            The pair of outputs, in the structure of the exported function's result, and gradients: one array if ``wrt``
+                was one name, else a dict by name. A gradient is None if eager's is.
 
         Raises:
             InputError: An argument does not fit. No code was run.
@@ -392,8 +421,8 @@ class Function(_Entry):
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
-            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
-                any code runs, and returned in place of new arrays.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no
+                array. They are checked before any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
@@ -427,8 +456,8 @@ class Module(_Entry):
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
-            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
-                any code runs, and returned in place of new arrays.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no
+                array. They are checked before any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
@@ -445,8 +474,8 @@ class Module(_Entry):
 
         Args:
             *args: CPU arrays of the exported dtypes and shapes, with the buffer protocol or DLPack.
-            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
-                any code runs, and returned in place of new arrays.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no
+                array. They are checked before any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
@@ -480,7 +509,9 @@ class Module(_Entry):
 
     def _receiver(self, out: Any, names: list[str]) -> Mapping[str, Any]:
         if not isinstance(out, Mapping) or not out.keys() <= {*names}:
-            raise InputError(f"out: expected a dict with keys of {names}, got {list(out) if isinstance(out, Mapping) else type(out).__name__}.")
+            raise InputError(
+                f"out: expected a dict with keys of {names}, got {list(out) if isinstance(out, Mapping) else type(out).__name__}."
+            )
         return out
 
     @property
@@ -504,8 +535,8 @@ class Step(_Entry):
         Args:
             *args: The arguments of the exported step, as CPU arrays.
             update: Whether to update; False only accumulates gradients.
-            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no array. They are checked before
-                any code runs, and returned in place of new arrays.
+            out: Arrays that receive results, in the structure of the result; None, and a key left out, stand for no
+                array. They are checked before any code runs, and returned in place of new arrays.
             **kwargs: Arrays by argument name.
 
         Returns:
@@ -531,7 +562,8 @@ class Step(_Entry):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] = 1e-4``."""
+        """The hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] =
+        1e-4``."""
         numbers = self._function.describe(0, _NUMBERS)
         return [Group(self._function, number) for number in range(1 + max((d[3] for d in numbers), default=-1))]
 
@@ -607,7 +639,11 @@ class Group(MutableMapping[str, float]):
 
     def __getitem__(self, key: str) -> float:
         name, position = self._keys[key]
-        return next(d[5] for d in self._function.describe(0, _NUMBERS) if d[3] == self._number and d[0] == name and d[4] == position)
+        return next(
+            d[5]
+            for d in self._function.describe(0, _NUMBERS)
+            if d[3] == self._number and d[0] == name and d[4] == position
+        )
 
     def __setitem__(self, key: str, value: float) -> None:
         if key not in self._keys:
@@ -650,4 +686,6 @@ def cmake_dir() -> str:
 
 def _shown(tensor: Any) -> Any:
     numpy = sys.modules.get("numpy")
-    return numpy.asarray(tensor) if numpy is not None and type(tensor) is Tensor and tensor.dtype != "bfloat16" else tensor
+    return (
+        numpy.asarray(tensor) if numpy is not None and type(tensor) is Tensor and tensor.dtype != "bfloat16" else tensor
+    )

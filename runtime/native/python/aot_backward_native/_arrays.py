@@ -1,4 +1,5 @@
-"""Arrays of arguments that C does not take: lists and numbers, other byte orders, negative strides, arrays with neither protocol. By NumPy."""
+"""Arrays of arguments that C does not take: lists and numbers, other byte orders, negative strides, arrays with neither
+protocol. By NumPy."""
 
 from __future__ import annotations
 
@@ -12,9 +13,15 @@ if TYPE_CHECKING:
 
 Specs = list[list[tuple[str, str]]]
 """For each variant, name and dtype of each argument."""
-_KNOWN = {"bool", "complex64", "complex128", *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64))} - {"float8"}
+_KNOWN = {
+    "bool",
+    "complex64",
+    "complex128",
+    *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
+} - {"float8"}
 _KINDS = "biufc"
-"""NumPy's kinds of booleans, integers, floating-point and complex numbers. A kind is converted to a later one; booleans come from booleans only."""
+"""NumPy's kinds of booleans, integers, floating-point and complex numbers. A kind is converted to a later one; booleans
+come from booleans only."""
 
 
 class Door:
@@ -52,7 +59,9 @@ class Door:
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"{name}: expected an array of {dtypes[0]}, got {_words(value)}: {error}.") from error
         if array.dtype.kind not in _KINDS:
-            raise InputError(f"{name}: expected {dtypes[0]}, got {_words(value)} of dtype {array.dtype.name}. Pass an array of numbers.")
+            raise InputError(
+                f"{name}: expected {dtypes[0]}, got {_words(value)} of dtype {array.dtype.name}. Pass an array of numbers."
+            )
         bare = isinstance(value, (list, tuple, bool, int, float, complex))
         dtype = array.dtype.name if array.dtype.name in dtypes else dtypes[0]
         if array.dtype.name != dtype and (bare or self.cast) and (_converts(array, dtype) or (bare and not array.size)):
@@ -61,7 +70,9 @@ class Door:
             _check_range(numpy, name, array, dtype)
             return array.astype(dtype)
         if array.dtype.name not in _KNOWN:
-            raise InputError(f"{name}: expected {dtype}, got {array.dtype.name}. Convert it, or let the function do it: cast=True.")
+            raise InputError(
+                f"{name}: expected {dtype}, got {array.dtype.name}. Convert it, or let the function do it: cast=True."
+            )
         return numpy.array(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 

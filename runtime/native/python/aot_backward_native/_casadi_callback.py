@@ -12,7 +12,8 @@ _ALIVE: list[Any] = []  # CasADi calls a Callback without owning it, and crashes
 
 
 class MatrixFunction(ca.Callback):
-    """A function of matrices. ``ways``: what makes its Jacobian and its reverse derivative; ``jacobian``: the sparsities of the Jacobian's blocks."""
+    """A function of matrices. ``ways``: what makes its Jacobian and its reverse derivative; ``jacobian``: the
+    sparsities of the Jacobian's blocks."""
 
     def __init__(
         self,
@@ -65,5 +66,7 @@ class MatrixFunction(ca.Callback):
     def has_reverse(self, count: int) -> bool:
         return "reverse" in self._ways and count == 1
 
-    def get_reverse(self, count: int, name: str, ins: Sequence[str], outs: Sequence[str], options: Any) -> MatrixFunction:
+    def get_reverse(
+        self, count: int, name: str, ins: Sequence[str], outs: Sequence[str], options: Any
+    ) -> MatrixFunction:
         return self._ways["reverse"](name)

@@ -73,7 +73,9 @@ def resume(step: Any, state: bytes) -> None:
 
 
 def refuse_shallow_copy(loaded: object) -> NoReturn:
-    raise AotBackwardError(f"copy.copy of a {type(loaded).__name__}: its tensors cannot be shared with a copy. Call copy.deepcopy.")
+    raise AotBackwardError(
+        f"copy.copy of a {type(loaded).__name__}: its tensors cannot be shared with a copy. Call copy.deepcopy."
+    )
 
 
 _STATES = 4  # aotb_part

@@ -1,4 +1,5 @@
-"""Results in the caller's structure. A tree is the JSON of ``aotb_structure``; the schema is in ``docs/format.md``, section 4."""
+"""Results in the caller's structure. A tree is the JSON of ``aotb_structure``; the schema is in ``docs/format.md``,
+section 4."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def reader(tree: Tree, count: int) -> Reader:
     if kind == "tensor":
         index = tree.get("index")
         if type(index) is not int or not 0 <= index < count:
-            raise PackageError(f"structure of the results: expected a number below {count}, got {index!r}. The package is damaged: export it again.")
+            raise PackageError(
+                f"structure of the results: expected a number below {count}, got {index!r}. The package is damaged: export it again."
+            )
         return lambda results, size: results[index]
     if kind == "constant":
         value = tree.get("value")
@@ -39,7 +42,9 @@ def reader(tree: Tree, count: int) -> Reader:
         return lambda results, size: [of(results, size) for of in inside]
     keys = tuple(tree.get("keys", ()))
     if kind not in ("dict", "object", "namedtuple") or len(keys) != len(inside) or len(set(keys)) != len(keys):
-        raise PackageError(f"structure of the results: {kind!r} with the keys {list(keys)!r} is unknown. Install a newer aot-backward-native.")
+        raise PackageError(
+            f"structure of the results: {kind!r} with the keys {list(keys)!r} is unknown. Install a newer aot-backward-native."
+        )
     if kind == "namedtuple":
         made = _namedtuple(str(tree.get("type_name", "")), keys)
         return lambda results, size: made(*[of(results, size) for of in inside])
@@ -48,7 +53,8 @@ def reader(tree: Tree, count: int) -> Reader:
 
 
 def spread(tree: Tree, value: Any, out: dict[int, Any], where: str) -> None:
-    """Put the arrays of ``value``, which has the structure of ``tree``, into ``out`` by their number. None, and a key left out, stand for no array.
+    """Put the arrays of ``value``, which has the structure of ``tree``, into ``out`` by their number. None, and a key
+    left out, stand for no array.
 
     Raises:
         InputError: The structure differs.
@@ -68,7 +74,9 @@ def spread(tree: Tree, value: Any, out: dict[int, Any], where: str) -> None:
             spread(named[key], item, out, f"{where}[{key!r}]")
     else:
         if not isinstance(value, (tuple, list)) or len(value) != len(children):
-            raise InputError(f"{where}: expected a {kind} of {len(children)} arrays, got {_words(value)}. Put None where no array is given.")
+            raise InputError(
+                f"{where}: expected a {kind} of {len(children)} arrays, got {_words(value)}. Put None where no array is given."
+            )
         for number, (child, item) in enumerate(zip(children, value, strict=True)):
             spread(child, item, out, f"{where}[{number}]")
 
@@ -88,6 +96,8 @@ def _namedtuple(name: str, keys: tuple[str, ...]) -> Callable[..., Any]:
         short = name.rpartition(".")[2]
         for word in (short, *keys):
             if not isinstance(word, str) or not word.isidentifier() or keyword.iskeyword(word):
-                raise PackageError(f"structure of the results: {word!r} cannot name a field. The package is damaged: export it again.")
+                raise PackageError(
+                    f"structure of the results: {word!r} cannot name a field. The package is damaged: export it again."
+                )
         _NAMEDTUPLES[name, keys] = collections.namedtuple(short, keys, rename=True)
     return _NAMEDTUPLES[name, keys]  # type: ignore[no-any-return]

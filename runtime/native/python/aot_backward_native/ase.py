@@ -27,13 +27,15 @@ __all__ = ["Calculator"]
 class Calculator(_Calculator):
     """Energy, forces and stress of a force field that ``ab.forcefield`` exported (``docs/how-to/hosts-ase.md``).
 
-    With several packages, the results are the means of their results; ``results`` also has the standard deviations "energy_spread" and
-    "forces_spread". Stress needs three cell vectors. A calculator can be pickled and copied; use one per thread.
+    With several packages, the results are the means of their results; ``results`` also has the standard deviations
+    "energy_spread" and "forces_spread". Stress needs three cell vectors. A calculator can be pickled and copied; use
+    one per thread.
 
     Args:
         *paths: The packages.
         entry: The name of the entry; a sole "grad" entry needs none.
-        skin: How far atoms may move, together, before the neighbor list is searched again, in Ångström. It does not change results.
+        skin: How far atoms may move, together, before the neighbor list is searched again, in Ångström. It does not
+            change results.
         cutoff: The model's cutoff, in its unit of length, for a package whose metadata lacks it.
         species: The chemical symbols in the order of the model's numbers, likewise.
         energy: The model's unit of energy, likewise: "eV", "Ha", "kcal/mol" or "kJ/mol".
@@ -74,7 +76,8 @@ class Calculator(_Calculator):
         self._kinds: list[np.ndarray] = []
 
     def check_state(self, atoms: Atoms, tol: float = 0) -> list[str]:
-        """Return what differs from the atoms of the last results. ASE calls this three times a step; its own takes 0.5 ms for 512 atoms."""
+        """Return what differs from the atoms of the last results. ASE calls this three times a step; its own takes 0.5
+        ms for 512 atoms."""
         last = self.atoms
         if last is None:
             return list(all_changes)
@@ -82,7 +85,12 @@ class Calculator(_Calculator):
         changes += ("cell", last.cell.array, atoms.cell.array), ("pbc", last.pbc, atoms.pbc)
         return [name for name, old, new in changes if not np.array_equal(old, new)]
 
-    def calculate(self, atoms: Atoms | None = None, properties: Sequence[str] = ("energy",), system_changes: Sequence[str] = all_changes) -> None:
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = all_changes,
+    ) -> None:
         """Compute all properties. ASE calls this."""
         super().calculate(atoms, properties, system_changes)
         self.results, atoms = {}, self.atoms
@@ -92,7 +100,10 @@ class Calculator(_Calculator):
             self._kinds = [member.kinds(atoms.symbols) for member in self.members]
             self._numbers = atoms.numbers.copy()
         cell = atoms.cell.array
-        found = [member(atoms.positions, kinds, cell, atoms.pbc) for member, kinds in zip(self.members, self._kinds, strict=True)]
+        found = [
+            member(atoms.positions, kinds, cell, atoms.pbc)
+            for member, kinds in zip(self.members, self._kinds, strict=True)
+        ]
         energies, forces = [r.energy for r in found], _mean([r.forces for r in found])
         self.results = {"energy": float(_mean(energies)), "forces": forces}
         self.results["free_energy"] = self.results["energy"]
@@ -102,7 +113,10 @@ class Calculator(_Calculator):
         if volume > 0 and all(r.virial is not None for r in found):
             self.results["stress"] = full_3x3_to_voigt_6_stress(_mean([r.virial for r in found]) / volume)
         if len(found) > 1:
-            self.results |= {"energy_spread": float(np.std(energies)), "forces_spread": np.std([r.forces for r in found], axis=0)}
+            self.results |= {
+                "energy_spread": float(np.std(energies)),
+                "forces_spread": np.std([r.forces for r in found], axis=0),
+            }
 
     def check(self, atoms: Atoms, step: float = 1e-4, count: int = 3) -> dict[str, float]:
         """Compare forces and stress with numerical differences of the energy.
@@ -113,7 +127,8 @@ class Calculator(_Calculator):
             count: The number of atoms to move.
 
         Returns:
-            The largest difference of "forces", in eV/Å, and of "stress", in eV/Å³, if the atoms have three cell vectors.
+            The largest difference of "forces", in eV/Å, and of "stress", in eV/Å³, if the atoms have three cell
+            vectors.
         """
         moved = atoms.copy()
         moved.calc = self

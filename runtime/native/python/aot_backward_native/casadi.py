@@ -23,12 +23,16 @@ from .errors import InputError
 __all__ = ["function"]
 
 
-def function(package: str | os.PathLike[str], name: str = "f", *, points: int = 1, backend: str | None = None) -> ca.Callback:
-    """Return the function whose entries ``ab.derivatives`` made, for a fixed number of points (``docs/how-to/hosts-casadi.md``).
+def function(
+    package: str | os.PathLike[str], name: str = "f", *, points: int = 1, backend: str | None = None
+) -> ca.Callback:
+    """Return the function whose entries ``ab.derivatives`` made, for a fixed number of points
+    (``docs/how-to/hosts-casadi.md``).
 
-    An argument is a matrix with a column for each point, and so is the result; an argument that all points share has one column. CasADi gets the
-    Jacobian from the entry "jacobian", products from "vjp" and the Hessian of such a product from "hessian", each with its block-diagonal sparsity.
-    Without one of them, CasADi cannot compute that derivative. Derivatives by an argument that the entries are not differentiated by are NaN.
+    An argument is a matrix with a column for each point, and so is the result; an argument that all points share has
+    one column. CasADi gets the Jacobian from the entry "jacobian", products from "vjp" and the Hessian of such a
+    product from "hessian", each with its block-diagonal sparsity. Without one of them, CasADi cannot compute that
+    derivative. Derivatives by an argument that the entries are not differentiated by are NaN.
 
     Args:
         package: The path of the package. Its entry "value" is needed.
@@ -88,22 +92,35 @@ class _Derivatives:
         value = self._functions["value"]
         facts, place = value.metadata, f"{package.path}: entry 'value'"
         if facts.get("derivative") != "value":
-            raise InputError(f"{place}: expected an entry of ab.derivatives, got the metadata {facts}. Export it with ab.derivatives.")
+            raise InputError(
+                f"{place}: expected an entry of ab.derivatives, got the metadata {facts}. Export it with ab.derivatives."
+            )
         if points < 1 or (points > 1 and not facts["batched"]):
-            raise InputError(f"points: expected {'at least 1' if facts['batched'] else '1, as it was exported'}, got {points}. Change it.")
+            raise InputError(
+                f"points: expected {'at least 1' if facts['batched'] else '1, as it was exported'}, got {points}. Change it."
+            )
         self._names: list[str] = facts["arguments"]
         self._args = []
         for name, dtype, shape in value.inputs:
             batched = name in facts["batched"]
-            self._args.append(_Matrix((points, *map(int, shape[1:])) if batched else tuple(map(int, shape)), points if batched else 1, dtype))
+            self._args.append(
+                _Matrix(
+                    (points, *map(int, shape[1:])) if batched else tuple(map(int, shape)),
+                    points if batched else 1,
+                    dtype,
+                )
+            )
         result = value(*(np.zeros(a.shape, a.dtype) for a in self._args))
         if not isinstance(result, np.ndarray):
-            raise InputError(f"{place}: expected one tensor as result, got a {type(result).__name__}. Concatenate the results into one.")
+            raise InputError(
+                f"{place}: expected one tensor as result, got a {type(result).__name__}. Concatenate the results into one."
+            )
         self._result = _Matrix(result.shape, points, result.dtype.name)
 
         self._ins, self._out = [a.sparsity for a in self._args], self._result.sparsity
         self._first = [self._result.by(a) for a in self._args]  # the blocks of the Jacobian
-        seen = [*self._args, None, self._result]  # what a vector times the Jacobian depends on: arguments, not the result, and the vector
+        # What a vector times the Jacobian depends on: arguments, not the result, and the vector
+        seen = [*self._args, None, self._result]
         self._second = [a.by(b) if b else ca.Sparsity(a.size, self._result.size) for a in self._args for b in seen]
 
     def value(self, name: str) -> MatrixFunction:
@@ -131,7 +148,10 @@ class _Derivatives:
             x, vector = args[: len(self._args)], args[len(self._args) + 1]
             first, second, out = self._call("jacobian", x), self._call("hessian", [*x, vector]), list[Any]()
             for name, a in zip(self._names, self._args, strict=True):
-                out += [self._blocks(second.get(name, {}).get(n), a, b) for n, b in zip(self._names, self._args, strict=True)]
+                out += [
+                    self._blocks(second.get(name, {}).get(n), a, b)
+                    for n, b in zip(self._names, self._args, strict=True)
+                ]
                 out += [None, first.get(name, np.nan)]  # the block by the vector is the transposed Jacobian
             return out
 
@@ -142,5 +162,6 @@ class _Derivatives:
         return self._functions[kind](*(v.reshape(m.shape).astype(m.dtype, copy=False) for v, m in matrices))
 
     def _blocks(self, values: np.ndarray | None, a: _Matrix, b: _Matrix) -> Any:
-        """Return the nonzeros in CasADi's order: by point, column and row. NaN for an argument that the entry is not differentiated by."""
+        """Return the nonzeros in CasADi's order: by point, column and row. NaN for an argument that the entry is not
+        differentiated by."""
         return np.nan if values is None else values.reshape(a.columns, a.rows, b.rows).swapaxes(1, 2)

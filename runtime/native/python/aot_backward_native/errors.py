@@ -1,4 +1,5 @@
-"""Errors of packages, with the names of aot_backward_runtime's errors. Each message names the object, the expected and the actual value."""
+"""Errors of packages, with the names of aot_backward_runtime's errors. Each message names the object, the expected and
+the actual value."""
 
 
 class AotBackwardError(Exception):

@@ -44,7 +44,8 @@ def force(
         particles: The particles that the force acts on, such as a ligand. By default, all.
         periodic: Whether to use periodic boundary conditions. By default, as the topology; False for symbols.
         entry: The name of the entry; a sole "grad" entry needs none.
-        skin: How far atoms may move, together, before the neighbor list is searched again, in nm. It does not change results.
+        skin: How far atoms may move, together, before the neighbor list is searched again, in nm. It does not change
+            results.
         cutoff: The model's cutoff, in its unit of length, for a package whose metadata lacks it.
         species: The chemical symbols in the order of the model's numbers, likewise.
         energy: The model's unit of energy, likewise: "eV", "Ha", "kcal/mol" or "kJ/mol".
@@ -55,20 +56,28 @@ def force(
         The force, in kJ/mol and nm. It can be serialized, copied and used with a barostat.
 
     Raises:
-        InputError: The metadata is incomplete or differs from an argument, the entry is not a force field, or it does not know a species.
-        PackageError: There is no such entry.
+        InputError: The metadata is incomplete or differs from an argument, the entry is not a force field, or it does
+        not know a species. PackageError: There is no such entry.
 
     Examples:
         >>> system.addForce(force("copper.pt2", pdb.topology))
     """
-    symbols = topology if isinstance(topology, Sequence) else [a.element.symbol if a.element else None for a in topology.atoms()]
+    symbols = (
+        topology
+        if isinstance(topology, Sequence)
+        else [a.element.symbol if a.element else None for a in topology.atoms()]
+    )
     if periodic is None:
         periodic = not isinstance(topology, Sequence) and topology.getPeriodicBoxVectors() is not None
     chosen = range(len(symbols)) if particles is None else particles
     if outside := [i for i in chosen if not 0 <= i < len(symbols)]:
-        raise InputError(f"particles: expected numbers from 0 to {len(symbols) - 1}, got {outside[0]}. Number them as in the topology.")
+        raise InputError(
+            f"particles: expected numbers from 0 to {len(symbols) - 1}, got {outside[0]}. Number them as in the topology."
+        )
     if nameless := [i for i in chosen if symbols[i] is None]:
-        raise InputError(f"topology: expected a chemical element for each particle, got none for particle {nameless[0]}. Leave it out of particles=.")
+        raise InputError(
+            f"topology: expected a chemical element for each particle, got none for particle {nameless[0]}. Leave it out of particles=."
+        )
     field = ForceField(
         os.path.abspath(path),  # noqa: PTH100  (resolve() would follow links)
         entry,
@@ -96,7 +105,13 @@ class _Computation:
     def __call__(self, state: openmm.State) -> tuple[float, np.ndarray]:
         positions = state.getPositions(asNumpy=True).value_in_unit(unit.angstrom)
         if len(positions) != len(self._kinds):
-            raise InputError(f"topology: expected {len(positions)} particles as in the system, got {len(self._kinds)}. Pass particles=.")
-        cell = state.getPeriodicBoxVectors(asNumpy=True).value_in_unit(unit.angstrom) if self._periodic else np.zeros((3, 3))
+            raise InputError(
+                f"topology: expected {len(positions)} particles as in the system, got {len(self._kinds)}. Pass particles=."
+            )
+        cell = (
+            state.getPeriodicBoxVectors(asNumpy=True).value_in_unit(unit.angstrom)
+            if self._periodic
+            else np.zeros((3, 3))
+        )
         result = self._field(positions, self._kinds, cell, [self._periodic] * 3)
         return result.energy * KJ_PER_MOL, result.forces * (KJ_PER_MOL / _ANGSTROM)
