@@ -18,7 +18,7 @@ import torch
 
 from aot_backward_exporters import torch_api
 from aot_backward_exporters.inductor import targets
-from aot_backward_exporters.toolchain import wasm
+from aot_backward_exporters.toolchain import products, wasm
 from aot_backward_exporters.toolchain.compile_cache import cache_root
 from aot_backward_exporters.toolchain.gcc import compiler, compiler_version
 from aot_backward_runtime import compatibility
@@ -28,7 +28,6 @@ from aot_backward_runtime.format.elf import MACHINES
 from ..checks import emulated
 
 _LEAST_ROOM = 1 << 30  # bytes; two precompiled headers of up to 150 MB, and room to compile in
-_PRODUCTS = "AOT_BACKWARD_PRODUCTS"
 _PROBE = "#include <omp.h>\n#include <vector>\nextern int f() { return omp_get_max_threads(); }\n"
 
 
@@ -96,14 +95,14 @@ def _products() -> Finding:
     """Return which library computes large matrix products of compiled code, which follows the same rule
     (``toolchain/products.h``)."""
     name = "matrix products"
-    if library := os.environ.get(_PRODUCTS):
+    if library := os.environ.get(products.VARIABLE):
         if library not in ("mkl", "onednn"):
             return Finding(
-                name, "failed", f"{_PRODUCTS}: expected mkl or onednn, got {library}", "unset it, or correct it"
+                name, "failed", f"{products.VARIABLE}: expected mkl or onednn, got {library}", "unset it, or correct it"
             )
-        return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({_PRODUCTS})")
+        return Finding(name, "ok", f"{'oneDNN' if library == 'onednn' else 'MKL'} for large ones ({products.VARIABLE})")
     if compatibility.processor_vendor() != "AuthenticAMD" or "avx512f" not in compatibility.cpu_flags():
-        return Finding(name, "ok", "PyTorch's own (MKL)")
+        return Finding(name, "ok", "PyTorch's own" + " (MKL)" * torch.backends.mkl.is_available())
     if compatibility.processor_family() == "25":
         return Finding(name, "ok", "oneDNN for large ones, MKL for gradients of weights (AMD Zen 4)")
     return Finding(name, "ok", "oneDNN for large ones (AMD with AVX-512)")

@@ -16,6 +16,7 @@ from aot_backward_exporters.graph import VERSION, Artifact, Graph
 from aot_backward_exporters.inductor import compile, targets
 from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
+from aot_backward_exporters.toolchain import products
 from aot_backward_runtime.compatibility import choose, why_incompatible
 from aot_backward_runtime.errors import ExportError, IncompatibleError
 from aot_backward_runtime.format.manifest import (
@@ -41,10 +42,10 @@ _DECOMPOSED = 3
 """How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it
 lacks.
 The number is a guess."""
+_PRODUCTS = "large float32 ones by MKL or by oneDNN, as is faster where it runs: aot-backward doctor names the library"
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
 """Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors
-that ``verify``
-needs, and the size to set to 0 if only that is compared."""
+that ``verify`` needs, and the size to set to 0 if only that is compared."""
 
 
 class Contents:
@@ -118,6 +119,8 @@ class Contents:
                 graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress
             )
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
+            if any(products.VARIABLE.encode() in artifact.library.read_bytes() for artifact in artifacts.values()):
+                self.notes["matrix products"] = _PRODUCTS
 
     def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
         """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks,

@@ -21,7 +21,7 @@ from torch.export import Dim
 import aot_backward as ab
 from aot_backward.commands import doctor
 from aot_backward_exporters.toolchain import products
-from aot_backward_runtime import load
+from aot_backward_runtime import compatibility, load
 
 from ..support.exports import shared
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 PROGRAM = """
 import sys, torch
-from aot_backward_runtime import load
+from aot_backward_runtime import compatibility, load
 package, calls = load(sys.argv[1]), torch.load(sys.argv[2])
 torch.save({name: [package.grad(name)(*arguments) for arguments in each] for name, each in calls.items()}, sys.argv[3])
 """
@@ -208,6 +208,17 @@ def test_doctor_names_the_library_that_is_used() -> None:
         torch.equal(a, b) for a, b in zip(*(flat(results(used)["open"][-1]) for used in (library, "")), strict=True)
     ]
     assert same == [True, True, *[not found.endswith("(AMD Zen 4)")] * 2]  # the last two are gradients of weights
+    inspected = subprocess.run(
+        [sys.executable, "-m", "aot_backward.cli", "inspect", package()], capture_output=True, text=True, check=True
+    ).stdout
+    assert "\nmatrix products: large float32 ones by MKL or by oneDNN" in inspected
+
+
+def test_doctor_does_not_name_mkl_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for aarch64 has no MKL."""
+    monkeypatch.setattr(compatibility, "processor_vendor", lambda: "")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert [f.found for f in doctor.examine() if f.what == "matrix products"] == ["PyTorch's own"]
 
 
 def test_an_unknown_library_is_refused() -> None:

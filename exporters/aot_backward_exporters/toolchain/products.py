@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+VARIABLE = "AOT_BACKWARD_PRODUCTS"
+"""The environment variable that names the library; code that chooses has it as text."""
 LEAST_LOOP_WEIGHT = 2**17
 """Numbers in the right operand from which on a product of 4 to 127 rows in a loop may be oneDNN's."""
 
