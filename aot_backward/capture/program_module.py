@@ -60,6 +60,14 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
         self.function = function
+        try:
+            inspect.signature(function)
+        except ValueError as error:
+            called = getattr(function, "__name__", repr(function))
+            raise ExportError(
+                f"{called}: expected a function with named arguments, got a built-in one without a signature. "
+                f"Wrap it: lambda x: {called}(x)"
+            ) from error
         for name, value in _names_used(function).items():
             if isinstance(value, nn.Module):
                 self.add_module(name, value)

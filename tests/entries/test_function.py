@@ -193,6 +193,11 @@ def test_metadata_that_is_not_json(metadata: Any, message: str, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_built_in_function_without_a_signature_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"sin: expected a function with named arguments, got .*: lambda x: sin\(x\)"):
+        ab.export_function(torch.sin, (X,), path=tmp_path / "never.pt2")
+
+
 def test_run_command(package: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
