@@ -316,6 +316,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         ExportError, match=r"compile cache cannot be written: .*file/compiled.*; set AOT_BACKWARD_CACHE"
     ):
         compile_cache.store("a", compile_cache.CachedLibrary(b"", b"", b"", {}, []))
+    assert compile_cache.fetch("a") is None
 
 
 def test_the_cache_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ def fetch(key: str) -> CachedLibrary | None:
         expected, _, text = (folder / _ENTRY).read_bytes().partition(b"\n")
         files = {name: (folder / name).read_bytes() for name in _FILES}
         os.utime(folder)
-    except FileNotFoundError:
-        return None  # never stored, or pruned during the read
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # never stored, or pruned during the read; store() names a cache that is not a folder
     if expected.decode(errors="replace") != _checksum(text, files):
         shutil.rmtree(folder, ignore_errors=True)  # another process may be doing the same
         return None
