@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,26 +47,22 @@ def built(source: Path, machine: str) -> Path:
 
     def build(folder: Path) -> None:
         jobs = f"-j{len(os.sched_getaffinity(0))}"
-        argv = [
-            "make",
-            "-C",
-            str(source),
-            f"CC={compiler}",
-            "CFLAGS=-O2",
-            f"BUILD={folder}",
-            jobs,
-            *(f"{folder}/{goal}" for goal in goals),
-        ]
-        if machine == wasm.MACHINE:
-            argv += [f"AR={gcc.emscripten_tool('emar')}", f"OPENMP={wasm.INCLUDE}"]
         env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS")}
-        process = subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False, env=env
-        )
-        if process.returncode:
-            lines = process.stdout.splitlines()
-            reason = next((line for line in lines if "error" in line.lower()), lines[-1])
-            raise ExportError(f"the C libraries could not be built for {machine}: {reason}")
+        # Not in ``folder``: make cannot write to a path with a space
+        with tempfile.TemporaryDirectory(prefix="aot-backward-") as made:
+            targets = [f"{made}/{goal}" for goal in goals]
+            argv = ["make", "-C", str(source), f"CC={compiler}", "CFLAGS=-O2", f"BUILD={made}", jobs, *targets]
+            if machine == wasm.MACHINE:
+                argv += [f"AR={gcc.emscripten_tool('emar')}", f"OPENMP={wasm.INCLUDE}"]
+            process = subprocess.run(
+                argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env
+            )
+            if process.returncode:
+                lines = process.stdout.splitlines()
+                reason = next((line for line in lines if "error" in line.lower()), lines[-1])
+                raise ExportError(f"the C libraries could not be built for {machine}: {reason}")
+            for path in targets:
+                shutil.copy2(path, folder)
 
     return store_folder(cache_root() / "shared" / key, build)
 
