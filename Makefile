@@ -107,8 +107,9 @@ wheels: $(STAMP)
 	  --no-deps -w $(DIST) $(foreach setting,SYSTEM_NAME=Linux SYSTEM_PROCESSOR=aarch64 C_COMPILER=$(CROSS),-Ccmake.define.CMAKE_$(setting)) ./runtime/native; fi
 	@ls $(DIST)
 
-# Code for aarch64 in an emulator: each entry on both machines, training by the wheel in Debian's Python, refusals. Debian's g++-aarch64-linux-gnu and
-# qemu-user; as root it adds the architecture arm64 to dpkg, to fetch Python. Five minutes.
+# Code for aarch64 in an emulator: each entry on both machines, also by PyTorch's runtime there, each operator, training by the wheel, an export,
+# refusals. Debian's g++-aarch64-linux-gnu and qemu-user; as root it adds the architecture arm64 to dpkg, to fetch Python. It fetches PyTorch's wheel
+# for aarch64 (430 MB). Ten minutes.
 arm: $(STAMP)
 	@$(BIN)/python -m tests.tools.arm --docs docs/benchmarks/$$(date +%F)-arm
 

@@ -7,9 +7,12 @@ import ctypes
 import functools
 import math
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ import pytest
 import scipy
 import torch
 
-from ..support import c_library
+from aot_backward_exporters.toolchain import gcc, native_libraries
+
+from ..support import c_library, core_calls
+from ..support.core_calls import Optional, Refused
 
 FLOATS = [torch.float32, torch.float64]
 HALVES = [torch.bfloat16, torch.float16]
@@ -27,131 +33,63 @@ _CODES = {
     torch.bool: 11, torch.bfloat16: 15,
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+EMULATED = shlex.split(os.environ.get("AOT_BACKWARD_TEST_PYTHON", ""))
 
 
 @functools.cache
-def core() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(c_library.build() / "libaotb_core.so"))
-    library.core_error.restype = ctypes.c_char_p
-    return library
+def core() -> core_calls.Library | core_calls.Emulated:
+    """``libaotb_core.so`` of this machine, or with ``AOT_BACKWARD_TEST_PYTHON`` that of the machine of this Python
+    (``make arm``)."""
+    if EMULATED:
+        return core_calls.Emulated(EMULATED, str(built() / "libaotb_core.so"))
+    return core_calls.Library(str(built() / "libaotb_core.so"))
+
+
+def built() -> Path:
+    return native_libraries.built(c_library.NATIVE, "aarch64") if EMULATED else c_library.build()
 
 
 @functools.cache
-def libtorch() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+def libtorch() -> core_calls.Library:
+    return core_calls.Library(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
 
 
-class Optional:
-    """An argument that C takes as a pointer or NULL."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-class Refused(Exception):
-    pass
+def call(
+    library: core_calls.Library | core_calls.Emulated, name: str, arguments: Sequence[Any], results: int
+) -> list[torch.Tensor | None]:
+    """Return the results of ``aoti_torch_cpu_NAME``; tensors that it writes are changed."""
+    with plain(arguments) as given:
+        return list(map(tensor_of, library.call(name, given, results)))
 
 
-class Handle:
-    """A tensor of one of the libraries, in the memory of ``tensor``."""
+@contextmanager
+def plain(arguments: Sequence[Any]) -> Iterator[list[Any]]:
+    """Give the arguments with a copy of each tensor, and then copy the memory back."""
+    copies: dict[int, tuple[torch.Tensor, core_calls.Tensor]] = {}
 
-    def __init__(self, library: ctypes.CDLL, tensor: torch.Tensor | None = None):
-        self.library, self.keep, self.pointer = library, tensor, ctypes.c_void_p()
-        if tensor is None:
-            return
-        rank = tensor.dim()
-        sizes, strides = (
-            (ctypes.c_int64 * max(1, rank))(*tensor.shape),
-            (ctypes.c_int64 * max(1, rank))(*tensor.stride()),
-        )
-        made = library.aoti_torch_create_tensor_from_blob(
-            ctypes.c_void_p(tensor.data_ptr()),
-            ctypes.c_int64(rank),
-            sizes,
-            strides,
-            ctypes.c_int64(0),
-            _CODES[tensor.dtype],
-            0,
-            0,
-            ctypes.byref(self.pointer),
-        )
-        assert made == 0
+    def copied(value: Any) -> Any:
+        if isinstance(value, Optional):
+            return Optional(copied(value.value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copy = core_calls.Tensor(_CODES[value.dtype], value.shape, value.stride())
+            copy.data[:] = ctypes.string_at(value.data_ptr(), copy.reach)
+            copies[id(value)] = value, copy
+        return copies[id(value)][1]
 
-    def _ask(self, name: str, kind: Any) -> Any:
-        out = kind()
-        assert self.library[f"aoti_torch_get_{name}"](self.pointer, ctypes.byref(out)) == 0
-        return out.value if hasattr(out, "value") else out
-
-    def read(self) -> torch.Tensor | None:
-        """Return a copy with its strides, or None if the result was not requested. libtorch then has an undefined
-        tensor without strides."""
-        if not self.pointer or self.library.aoti_torch_get_strides(
-            self.pointer, ctypes.byref(ctypes.POINTER(ctypes.c_int64)())
-        ):
-            return None
-        rank, pointer = self._ask("dim", ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)
-        shape, strides = self._ask("sizes", pointer)[:rank], self._ask("strides", pointer)[:rank]
-        dtype = _DTYPES[self._ask("dtype", ctypes.c_int32)]
-        out = torch.empty_strided(shape, strides, dtype=dtype)
-        if 0 not in shape:
-            reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            ctypes.memmove(out.data_ptr(), self._ask("data_ptr", ctypes.c_void_p), reach * dtype.itemsize)
-        return out
-
-    def drop(self) -> None:
-        self.library.aoti_torch_delete_tensor_object(self.pointer)
+    yield list(map(copied, arguments))
+    for tensor, copy in copies.values():
+        ctypes.memmove(tensor.data_ptr(), bytes(copy.data), copy.reach)
 
 
-def call(library: ctypes.CDLL, name: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
-    """Return the results of ``aoti_torch_cpu_NAME``. int: int64_t; float: double; bool: int32_t; list: a pointer and a
-    count; str: const char *."""
-    handles: list[Handle] = []
-    given: list[Any] = []
-
-    def tensor(value: torch.Tensor) -> ctypes.c_void_p:
-        handles.append(Handle(library, value))
-        return handles[-1].pointer
-
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            given.append(tensor(value))
-        elif isinstance(value, bool):
-            given.append(ctypes.c_int32(value))
-        elif isinstance(value, int):
-            given.append(ctypes.c_int64(value))
-        elif isinstance(value, float):
-            given.append(ctypes.c_double(value))
-        elif isinstance(value, str):
-            given.append(ctypes.c_char_p(value.encode()))
-        elif isinstance(value, list):
-            kind = ctypes.c_int32 if value and isinstance(value[0], bool) else ctypes.c_int64
-            given += [(kind * max(1, len(value)))(*value), ctypes.c_int64(len(value))]
-        elif value is None or value.value is None:
-            given.append(None)
-        elif isinstance(value.value, torch.Tensor):
-            given.append(ctypes.pointer(tensor(value.value)))
-        elif isinstance(value.value, list):
-            pointer = ctypes.POINTER(ctypes.c_int64)((ctypes.c_int64 * len(value.value))(*value.value))
-            given += [ctypes.pointer(pointer), ctypes.c_int64(len(value.value))]
-        else:
-            given.append(
-                ctypes.pointer(
-                    ctypes.c_int32(value.value)
-                    if isinstance(value.value, (bool, int))
-                    else ctypes.c_double(value.value)
-                )
-            )
-    made = [Handle(library) for _ in range(results)]
-    try:
-        if library[f"aoti_torch_cpu_{name}"](*given, *(ctypes.byref(h.pointer) for h in made)):
-            raise Refused(library.core_error().decode() if library is core() else name)
-        return [h.read() for h in made]
-    finally:
-        for handle in handles:
-            handle.drop()
-        for h in made:
-            if h.pointer:
-                h.drop()
+def tensor_of(given: core_calls.Tensor | None) -> torch.Tensor | None:
+    if given is None:
+        return None
+    dtype = _DTYPES[given.code]
+    if not given.data:
+        return torch.empty_strided(given.sizes, given.strides, dtype=dtype)
+    return torch.frombuffer(given.data, dtype=dtype).as_strided(given.sizes, given.strides)
 
 
 def assert_like(actual: torch.Tensor, expected: torch.Tensor, ulps: float) -> None:
@@ -242,6 +180,7 @@ def test_matrix_products(size: tuple[int, int, int], dtype: torch.dtype) -> None
                     in_place("addmm_out", torch.zeros(m, n, dtype=dtype), c, x, y, beta, alpha, ulps=2 + k)
 
 
+@pytest.mark.skipif(bool(EMULATED), reason="NumPy's OpenBLAS is for this machine")
 def test_matrix_products_by_a_library_of_the_machines() -> None:
     """This runs in a separate process because the library is chosen once. NumPy's wheels include OpenBLAS."""
     folders = (Path(module.__file__).parent.with_name(f"{module.__name__}.libs") for module in (numpy, scipy))
@@ -250,7 +189,7 @@ def test_matrix_products_by_a_library_of_the_machines() -> None:
         pytest.skip("neither NumPy nor SciPy brings OpenBLAS along here")
     for path in found:
         program = (
-            "import ctypes, sys, torch\n"
+            "import sys, torch\n"
             "from tests.native import test_operators as t\n"
             "before = open('/proc/self/maps').read().count(sys.argv[1])\n"
             "for dtype in t.FLOATS:\n"
@@ -544,28 +483,11 @@ def test_sorting(dim: int, descending: bool, dtype: torch.dtype) -> None:
         both("sort_stable", given, Optional(True), dim if given.dim() else 0, descending, results=2, ulps=0.1)
 
 
-def by_name(library: ctypes.CDLL, operator: str, arguments: Sequence[Any], results: int) -> list[torch.Tensor | None]:
-    """Return the results of an operator that compiled code calls by name, through ``torch_call_dispatcher``."""
-    stack = (ctypes.c_uint64 * 24)()
-    for i, value in enumerate(arguments):
-        if isinstance(value, torch.Tensor):
-            stack[i] = Handle(library, value).pointer.value or 0  # the call takes ownership
-        elif isinstance(value, str):
-            text = ctypes.c_void_p()
-            assert library.torch_new_string_handle(value.encode(), ctypes.c_size_t(len(value)), ctypes.byref(text)) == 0
-            stack[i] = text.value or 0
-        else:
-            stack[i] = int(value)
-    version = ctypes.c_uint64(2 << 56 | 13 << 48)
-    if library.torch_call_dispatcher(f"aten::{operator}".encode(), b"", stack, version):
-        raise Refused(library.core_error().decode() if library is core() else operator)
-    made = [Handle(library) for _ in range(results)]
-    for i, handle in enumerate(made):
-        handle.pointer.value = stack[i]
-    out = [handle.read() for handle in made]
-    for handle in made:
-        handle.drop()
-    return out
+def by_name(
+    library: core_calls.Library | core_calls.Emulated, operator: str, arguments: Sequence[Any], results: int
+) -> list[torch.Tensor | None]:
+    with plain(arguments) as given:
+        return list(map(tensor_of, library.by_name(operator, given, results, 2 << 56 | 13 << 48)))
 
 
 def both_by_name(operator: str, *arguments: Any, results: int, ulps: float) -> list[torch.Tensor]:
@@ -639,7 +561,7 @@ def test_dropout_has_eagers_masks(dtype: torch.dtype) -> None:
         drawn(2, 3, 4, 5, dtype=dtype, layout="channels last"),
     ):
         for p, train in ((0.3, True), (0.0, True), (1.0, True), (0.5, False)):
-            core().core_seed(ctypes.c_uint64(11))
+            core().seed(11)
             torch.manual_seed(11)
             both("native_dropout", x, p, Optional(train), results=2, ulps=1)
 
@@ -647,7 +569,7 @@ def test_dropout_has_eagers_masks(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (16,), (37,), (4, 16)], ids=str)
 def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    core().core_seed(ctypes.c_uint64(5))
+    core().seed(5)
     torch.manual_seed(5)
     code = Optional(_CODES[dtype])
     for _ in range(2):  # the generator may keep a number for the next call
@@ -655,25 +577,23 @@ def test_normal_numbers_are_eagers(shape: tuple[int, ...], dtype: torch.dtype) -
         theirs = torch.randn(shape, dtype=dtype)
         assert ours[0] is not None
         torch.testing.assert_close(ours[0], theirs, rtol=8 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
-    state = (ctypes.c_uint8 * 5056)()
-    core().core_random_state(state)
-    drawn_next, mine = torch.rand(3), torch.empty(0)
-    torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
-    mine = torch.rand(3)
-    assert torch.equal(mine, drawn_next)
+    assert_same_state()
+
+
+def assert_same_state() -> None:
+    """Check that both generators are in the same state."""
+    expected = torch.rand(3)
+    torch.set_rng_state(torch.tensor(list(core().random_state()), dtype=torch.uint8))
+    assert torch.equal(torch.rand(3), expected)
 
 
 def drawn_by_both(name: str, *arguments: Any) -> None:
     """Check that both draw equal numbers bit for bit and leave the generator in the same state."""
-    core().core_seed(ctypes.c_uint64(7))
+    core().seed(7)
     torch.manual_seed(7)
     for _ in range(2):
         both(name, *arguments, ulps=0)
-    state = (ctypes.c_uint8 * 5056)()
-    core().core_random_state(state)
-    expected = torch.rand(3)
-    torch.set_rng_state(torch.tensor(list(state), dtype=torch.uint8))
-    assert torch.equal(torch.rand(3), expected)
+    assert_same_state()
 
 
 _PLACE = None, None, False, None  # layout, device with its number, pinned memory
@@ -713,14 +633,7 @@ def test_copies_and_constants() -> None:
         torch.randint(9, (3, 2)),
         torch.tensor(2.5),
     ):
-        for library in (core(), libtorch()):
-            source, made = Handle(library, x), Handle(library)
-            assert library.aoti_torch_clone(source.pointer, ctypes.byref(made.pointer)) == 0
-            copy = made.read()
-            assert copy is not None
-            assert_like(copy, x.clone(), 0)
-            source.drop()
-            made.drop()
+        both("clone", x, ulps=0)
 
 
 # --- functions on vectors ---------------------------------------------------------------------------------------------
@@ -739,10 +652,7 @@ _OF_TWO = ("atan2", "pow", "hypot", *_EXACT)
 
 def exported() -> list[str]:
     names = subprocess.run(
-        ["nm", "-D", "--defined-only", str(c_library.build() / "libaotb_core.so")],
-        capture_output=True,
-        text=True,
-        check=True,
+        ["nm", "-D", "--defined-only", str(built() / "libaotb_core.so")], capture_output=True, text=True, check=True
     ).stdout.split()
     return sorted(n for n in names if n.startswith("Sleef_"))
 
@@ -756,43 +666,31 @@ def parts(name: str) -> tuple[str, str, int]:
 
 
 @functools.cache
-def vectors() -> ctypes.CDLL:
+def vectors() -> Path:
     """Compile each function in a loop over arrays: void NAME(const T *x, const T *y, T *out, long count)."""
-    folder = c_library.build()
+    folder = Path(tempfile.mkdtemp(dir=os.environ["AOT_BACKWARD_TEST_FOLDER"]))
     lines = ["typedef float f; typedef double d;"]
     for name in exported():
         function, kind, lanes = parts(name)
         size = lanes * (4 if kind == "f" else 8)
         target = {16: "sse2", 32: "avx2,fma", 64: "avx512f,avx512vl,avx512dq,avx2,fma"}[size]
+        attribute = "" if EMULATED else f'__attribute__((target("{target}"))) '
         two = function in _OF_TWO
         lines.append(f"""typedef {kind} v_{name} __attribute__((vector_size({size}), aligned({size // lanes})));
 typedef {kind} w_{name} __attribute__((vector_size({size})));
 w_{name} {name}(w_{name}{f", w_{name}" if two else ""});
-__attribute__((target("{target}"))) void loop_{name}(const {kind} *x, const {kind} *y, {kind} *out, long count) {{
+{attribute}void loop_{name}(const {kind} *x, const {kind} *y, {kind} *out, long count) {{
   for (long i = 0; i < count; i += {lanes})
     *(v_{name} *)(out + i) = {name}(*(const v_{name} *)(x + i){f", *(const v_{name} *)(y + i)" if two else ""});
 }}""")
-    source, made = folder / "vectors.c", folder / f"vectors-{torch.randint(1 << 30, ()).item()}.so"
+    source, made = folder / "vectors.c", folder / "vectors.so"
     source.write_text("\n".join(lines))
-    done = subprocess.run(
-        [
-            "gcc",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-Wno-psabi",
-            str(source),
-            "-o",
-            str(made),
-            f"-L{folder}",
-            "-laotb_core",
-            f"-Wl,-rpath,{folder}",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    compiler = gcc.c_compiler("aarch64") if EMULATED else ["gcc"]
+    flags = ["-O1", "-shared", "-fPIC", "-Wno-psabi"]
+    argv = [*compiler, *flags, str(source), "-o", str(made), f"-L{built()}", "-laotb_core", f"-Wl,-rpath,{built()}"]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(made))
+    return made
 
 
 def exactly(function: str) -> Callable[..., torch.Tensor]:
@@ -818,7 +716,8 @@ def test_functions_on_vectors(lanes: int) -> None:
         x[: len(special)] = special
         y = torch.rand(4096, dtype=torch.float64).mul(4).sub(2).to(dtype)
         out = torch.empty_like(x)
-        vectors()[f"loop_{name}"](*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)), ctypes.c_long(4096))
+        with plain([x, y, out]) as given:
+            core().loop(str(vectors()), f"loop_{name}", given, 4096)
         if function in _EXACT:
             assert torch.equal(out.nan_to_num(77), getattr(torch, function)(x, y).nan_to_num(77)), name
             tried += 1
@@ -836,4 +735,4 @@ def test_functions_on_vectors(lanes: int) -> None:
         off = ((out[finite].double() - exact[finite]).abs() / unit).max().item()
         assert off <= limit, f"{name}: off by {off} units in the last place"
         tried += 1
-    assert tried or lanes == 16
+    assert tried or lanes == 16 or (EMULATED and lanes == 8)

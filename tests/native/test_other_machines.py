@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shutil
@@ -134,6 +135,40 @@ def halves(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return products + (x.half() * 2).relu().float().sum()
 
 
+def scans(x: torch.Tensor) -> torch.Tensor:
+    return (
+        x.cumsum(1).square().sum()
+        + x.cumprod(0).sum()
+        + x.softmax(1).square().sum()
+        + x.logsumexp(0).sum()
+        + x.cummax(1).values.sum()
+    )
+
+
+def gathers(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    chosen = x.gather(0, index[:3, None].expand(3, x.shape[1])).square().sum() + x[index].tanh().sum()
+    return chosen + torch.zeros(9).scatter_reduce(0, index, x[: len(index), 0], "amax").sum()
+
+
+def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Have blocks of rows, of columns and of the sum, and rests of each."""
+    return (
+        (a @ b).square().mean()
+        + (b.mT @ a.mT).tanh().mean()
+        + torch.baddbmm(a[:, None, :5], a[:, None, :], b.expand(len(a), -1, -1)[..., :5]).sum()
+    )
+
+
+def integers(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    chosen = torch.where((i % 3 == 0) & (i > 2), x * i, x.square()).sum() + (x * (i // 2).float()).sum()
+    return (
+        chosen
+        + (i.to(torch.uint8).float() * x).max()
+        + x[i.clamp(0, 3)].sum()
+        + (x * (i << 2 ^ 5).to(torch.int16)).sum()
+    )
+
+
 def entries() -> dict[str, Any]:
     torch.manual_seed(0)
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
@@ -153,6 +188,10 @@ def entries() -> dict[str, Any]:
         "sorts": (sorts, torch.randn(9, 5), torch.randint(7, (9,))),
         "solves": (solves, torch.randn(4, 4).double(), torch.randn(4, 2).double()),
         "halves": (halves, torch.randn(20, 33), torch.randn(33, 17)),
+        "scans": (scans, torch.randn(6, 33)),
+        "gathers": (gathers, torch.randn(9, 5), torch.randint(9, (7,))),
+        "products": (products, torch.randn(130, 300), torch.randn(300, 150)),
+        "integers": (integers, torch.randn(40), torch.arange(40)),
     }
     return {
         "convolutions": ab.Step(
@@ -168,6 +207,7 @@ def entries() -> dict[str, Any]:
             loss_fn=lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()),
             clip_norm=1.0,
         ),
+        "images": ab.Module(copy.deepcopy(convolutions).eval(), [ab.Variant((images,), dynamic_shapes=(batch,))]),
         "recurrent": ab.Module(
             nn.GRU(5, 6, batch_first=True), [ab.Variant((torch.randn(4, 7, 5),), dynamic_shapes=(batch,))]
         ),
@@ -324,6 +364,12 @@ def test_an_entry_that_was_not_run_does_not_count_as_one_without_pytorch(tmp_pat
             tune="none",
             runtime="standalone",
         )
+
+
+def test_the_libraries_are_built_for_a_cache_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AOT_BACKWARD_CACHE", str(tmp_path / "a cache"))
+    folder = native_libraries.built(Path(abn.source_dir()), "aarch64")
+    assert sorted(path.name for path in folder.iterdir()) == ["libaot_backward.so", "libaotb_core.so", "run_entry"]
 
 
 def test_without_a_compiler_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

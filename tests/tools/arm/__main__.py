@@ -2,8 +2,9 @@
 and eager's results.
 
 A package with code for both machines is exported and each entry run on both. A Python of Debian for aarch64 trains by
-the wheel that ``make wheels`` builds. Then the tests of refusals and of a wrong library run. It needs Debian's
-g++-aarch64-linux-gnu and qemu-user, and as root it fetches Python."""
+the wheel that ``make wheels`` builds, and calls each operator. PyTorch for aarch64 runs the package and exports
+another. Then the tests of refusals and of a wrong library run. It needs Debian's g++-aarch64-linux-gnu and qemu-user,
+and as root it fetches Python."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -26,13 +28,17 @@ from aot_backward.checks import emulated, standalone, stored_results
 from aot_backward_runtime.native.weights import load_examples
 from aot_backward_runtime.package.archive import Archive, open_package
 from aot_backward_runtime.package.targets import standalone_by_target
+from tests.native import test_operators
 from tests.native import test_other_machines as machines
+
+from . import with_pytorch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ARM = "aarch64"
 PYTHON = (
-    "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 zlib1g libexpat1 libstdc++6 libgcc-s1 libgomp1"
+    "python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 "
+    "libstdc++6 libgcc-s1 libgomp1"
 )
 FIT = """
 import aot_backward as ab, torch
@@ -109,7 +115,20 @@ def python_of_debian(folder: Path) -> list[str]:
     return [emulated.emulator(ARM)[0], "-cpu", "cortex-a53", "-L", str(root), str(program)]
 
 
-def trained(folder: Path) -> dict[str, Any]:
+def tests_of_operators(command: list[str]) -> str:
+    """Each operator of the core there, in the emulated Python, beside libtorch's here."""
+    if not command:
+        return "not run: no Python for aarch64"
+    emulated_python = [command[0], "-E", f"PYTHONPATH={ROOT}", *command[1:]]
+    return tests_of(test_operators.__file__, AOT_BACKWARD_TEST_PYTHON=shlex.join(emulated_python))
+
+
+def tests_of(file: str, **environment: str) -> str:
+    text = run(sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", file, cwd=ROOT, **environment)
+    return text.strip().split("\n")[-1].partition(" in ")[0]
+
+
+def trained(folder: Path, command: list[str]) -> dict[str, Any]:
     """300 steps on both machines, by aot_backward_native."""
     run("make", "wheels", f"DIST={folder / 'dist'}", cwd=ROOT)
     (wheel,) = (folder / "dist").glob(f"aot_backward_native*{ARM}.whl")
@@ -118,7 +137,7 @@ def trained(folder: Path) -> dict[str, Any]:
     run(sys.executable, "-c", FIT, cwd=folder)
     here = json.loads(run(sys.executable, HERE / "train.py", "fit.pt2", "state", cwd=folder))
     out = {"wheel": wheel.name, "resumed": here["resumed"] == here["losses"][200:]}
-    if command := python_of_debian(folder):
+    if command:
         text = run(
             *command,
             HERE / "train.py",
@@ -140,10 +159,13 @@ def trained(folder: Path) -> dict[str, Any]:
 
 def page(data: dict[str, Any]) -> str:
     rows = []
+    pytorch = data["PyTorch"]
     for name, entry in data["entries"].items():
         verdicts = ", ".join(f"{target} {verdict}" for target, verdict in entry["verdicts"].items())
         here, there = entry["errors"].values()
-        rows.append(f"| {name} | {verdicts} | {here:.2g} | {there:.2g} | {entry['apart']:.1e} |")
+        by_torch = pytorch["entries"][name] if pytorch else {"wrong": ["not run"], "error": 0.0}
+        error = ", ".join(by_torch["wrong"]) or f"{by_torch['error']:.2g}"
+        rows.append(f"| {name} | {verdicts} | {here:.2g} | {there:.2g} | {error} | {entry['apart']:.1e} |")
     table = "\n".join(rows)
     steps = "\n".join(
         f"| {name} | {value:.1e} |" if isinstance(value, float) else f"| {name} | {value} |"
@@ -152,10 +174,11 @@ def page(data: dict[str, Any]) -> str:
     return f"""# Code for aarch64
 
 `make arm`, {data["date"]}, torch {data["torch"]}, {data["compiler"]}, {data["emulator"]}, {data["seconds"]:.0f} s. One package with code for both
-machines; x86-64 runs its own, the emulator the other. Errors are parts of the tolerance of `verify`, the largest of all results.
+machines; x86-64 runs its own, the emulator the other, without PyTorch and with it. Errors are parts of the tolerance of `verify`, the largest of all
+results.
 
-| entry | verdicts | error, x86-64 | error, aarch64 | largest difference of the two, relative |
-|---|---|---|---|---|
+| entry | verdicts | error, x86-64 | error, aarch64 | error, aarch64 with PyTorch | largest difference of the first two, relative |
+|---|---|---|---|---|---|
 {table}
 
 Training by `aot_backward_native` in Python, here and in Debian's Python for aarch64, from the wheel: largest difference of a loss, relative.
@@ -164,8 +187,21 @@ Training by `aot_backward_native` in Python, here and in Debian's Python for aar
 |---|---|
 {steps}
 
-Tests of refusals on both machines, and of a library made wrong: {data["tests"]}.
+Tests of refusals on both machines, and of a library made wrong: {data["tests"]}. Tests of each operator in the emulator
+(`tests/native/test_operators.py`), compared with libtorch on x86-64: {data["operators"]}.
+
+{of_pytorch(pytorch)}
 """
+
+
+def of_pytorch(found: dict[str, Any]) -> str:
+    if not found:
+        return "PyTorch for aarch64 was not run: its wheel could not be fetched."
+    return f"""torch {found["torch"]} for {found["machine"]} is PyPI's CUDA build with empty libraries in place of CUDA's
+(`tests/tools/arm/with_pytorch.py`). Its import takes {found["import"]:.0f} s in the emulator. There, `aot_backward` also exported a training step
+with AdamW and dropout, in {found["export"]:.0f} s; the compiler was the cross compiler under the name g++. Twenty losses differ from eager's there
+by {found["20 steps"]:.1e}, relative. In C over that libtorch, the same losses have {"equal" if found["C"]["equal"] else "OTHER"} bits, and
+resumed ones {"equal" if found["C"]["resumed"] else "OTHER"}."""
 
 
 def main() -> None:
@@ -186,10 +222,14 @@ def main() -> None:
     progress("entries")
     data["entries"] = entries(folder)
     progress("training")
-    data["training"] = trained(folder)
+    command = python_of_debian(folder)
+    data["training"] = trained(folder, command)
+    progress("operators")
+    data["operators"] = tests_of_operators(command)
+    progress("PyTorch")
+    data["PyTorch"] = with_pytorch.results(folder, command, folder / "machines.pt2")
     progress("tests")
-    tests = run(sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", machines.__file__, cwd=ROOT)
-    data["tests"] = tests.strip().split("\n")[-1].partition(" in ")[0]
+    data["tests"] = tests_of(machines.__file__)
     data["seconds"] = time.perf_counter() - began
     options.docs.with_suffix(".md").write_text(page(data))
     print(page(data))
