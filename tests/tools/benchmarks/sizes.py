@@ -2,8 +2,9 @@
 in one process.
 
 One package per model holds the three entries, exported with the default settings. Gradients and the first loss are
-compared with eager's before anything is timed. Ratios are of minima, because noise only adds time. Peak memory is the
-high-water mark of a process that takes five steps. Each model's figures are kept in ``sizes/`` of the work folder;
+compared with eager's before anything is timed. With JAX installed, five models are also written for it
+(:mod:`.jax_peers`). Ratios are of minima, because noise only adds time. Peak memory is the high-water mark of a process
+that takes five steps. Each model's figures are kept in ``sizes/`` of the work folder;
 ``--reuse`` goes on from there.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from . import clock, processes, real_models
+from . import clock, jax_peers, processes, real_models
 from .report import Result, Target
 
 TITLE = "forward and backward, and a whole step with AdamW, at real sizes: milliseconds (minimum), times as fast as eager, and as torch.compile"
@@ -88,7 +90,7 @@ def peak(name: str, peer: str, path: str) -> int:
     if peer == "step":
         import aot_backward_runtime
 
-        _, args, classes = real_models.make(name)
+        args, classes = real_models.make(name)[1:]  # the model goes: the step has weights of its own
         call: Callable[[], Any] = _bind(aot_backward_runtime.load(path).step("step"), *args, classes)
     else:
         call = _eager_step(name)
@@ -144,6 +146,11 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
         "fused": _eager_step(name),
         "step": _bind(step, *args, classes),
     }
+    with_jax = spec["compile"] and name in jax_peers.MODELS and jax_peers.is_installed()
+    if with_jax:
+        # Before JAX is imported: it starts a thread for each processor of the process
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: spec["threads"]])
+        calls["jax"], calls["jax step"], gradients_of_jax = jax_peers.calls(name, model, *args, classes, _RATE)
     if spec["compile"]:
         compiled = torch.compile(loss, dynamic=False)
         calls["compile"] = _backward(list(loss.parameters()), lambda: compiled(*args, classes))
@@ -158,8 +165,8 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
     def check() -> None:
         expected = gradients("eager")
         scale = 0.1 * max(float(g.norm()) for g in expected.values())
-        for peer in [p for p in ("module", "grad", "compile") if p in calls]:
-            made = gradients(peer)
+        for peer in [p for p in ("module", "grad", "compile", "jax") if p in calls]:
+            made = gradients_of_jax() if peer == "jax" else gradients(peer)
             if made.keys() != expected.keys():
                 raise RuntimeError(f"{name}, {peer}: expected gradients of {sorted(expected)}, got {sorted(made)}")
             worst = max(float((made[n] - g).norm()) / max(float(g.norm()), scale, 1e-9) for n, g in expected.items())
@@ -180,7 +187,7 @@ def serve(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 
 def measure(quick: bool, threads: list[int]) -> Result:
     columns = ["model", "parameters", "threads", "eager", "compile", "module", "grad", "fused", "step"]
-    columns += [*(f"{d} x" for d in DOORS), "grad/compile", "step's memory"]
+    columns += [*(f"{d} x" for d in DOORS), "grad/compile", "step's memory", "jax", "jax step", "grad/jax", "step/jax"]
     result = Result("sizes", TITLE, columns)
     kept = processes.WORK / "sizes"
     kept.mkdir(parents=True, exist_ok=True)
@@ -218,6 +225,12 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     return {door: least["fused" if door == "step" else "eager"] / least[door] for door in DOORS}
 
 
+def ratios_of_jax(row: dict[str, Any]) -> dict[str, float]:
+    """Times as fast as JAX, by door; {} if it was not measured."""
+    least = {p: t["min_s"] for p, t in row["times"].items()}
+    return {d: least[p] / least[d] for d, p in (("grad", "jax"), ("step", "jax step")) if p in least}
+
+
 def _add(result: Result, row: dict[str, Any]) -> None:
     least = {p: t["min_s"] for p, t in row["times"].items()}
     times = [
@@ -226,7 +239,11 @@ def _add(result: Result, row: dict[str, Any]) -> None:
     compiled = f"{least['compile'] / least['grad']:.2f}" if "compile" in least else "-"
     memory = f"{row['peak_bytes']['step'] / row['peak_bytes']['eager']:.2f}"
     faster = [f"{r:.2f}" for r in ratios(row).values()]
-    result.rows.append([row["model"], str(row["parameters"]), str(row["threads"]), *times, *faster, compiled, memory])
+    jax = [f"{1e3 * least[p]:.2f}" if p in least else "-" for p in ("jax", "jax step")]
+    jax += [f"{r:.2f}" for r in ratios_of_jax(row).values()] or ["-", "-"]
+    result.rows.append(
+        [row["model"], str(row["parameters"]), str(row["threads"]), *times, *faster, compiled, memory, *jax]
+    )
     result.data.append(row)
 
 
@@ -267,6 +284,14 @@ def _conclude(result: Result) -> None:
         result.targets.append(
             Target("grad: 1.3 of torch.compile, geometric mean", f"{mean:.2f}", mean >= 1.3, f"{1.3 - mean:.2f}")
         )
+    of_jax = [(row, r) for row in float32 for r in ratios_of_jax(row).values()]
+    if of_jax:
+        row, worst = min(of_jax, key=lambda pair: pair[1])
+        slower = sum(r < 1 for _, r in of_jax)
+        reached = (
+            f"{worst:.2f} at worst ({row['model']}, {row['threads']} threads); slower in {slower} of {len(of_jax)}"
+        )
+        result.targets.append(Target("grad and step as fast as JAX", reached, worst >= 1, f"{1 - worst:.2f}"))
     memory = {row["model"]: row["peak_bytes"]["step"] / row["peak_bytes"]["eager"] for row in result.data}
     name, most = max(memory.items(), key=lambda pair: pair[1])
     result.targets.append(
