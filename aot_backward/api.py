@@ -51,13 +51,15 @@ def export(
             not be here (``docs/rebuild.md``).
         weights: Whether to write the weights too. Without them, bind yours with ``load(path, weights=…)``.
         portable: Whether to write the graphs as data too. Without them the package can neither be rebuilt for another
-        torch or target nor converted. tune: "quick" compiles a variant in each way that the graph gives reason for,
-        times them and eager, and ships the fastest; it logs a warning for a variant that is slower than eager. "none"
-        times nothing. The default is ``$AOT_BACKWARD_TUNE``, else "quick".
+            torch or target nor converted.
+        tune: "quick" compiles a variant in each way that the graph gives reason for, times them and eager, and ships
+            the fastest; it logs a warning for a variant that is slower than eager. "none" times nothing. The default
+            is ``$AOT_BACKWARD_TUNE``, else "quick".
         runtime: "standalone" requires that every entry runs without PyTorch (``docs/native.md``); code that cannot run
             here is marked "not run". "torch" and None do not require it: if ``aot-backward-native`` is installed,
-            export tries it, and the package states the result. metadata: A JSON object of your own, such as a version
-            or an author; it is ``load(path).metadata``. Entries have their own.
+            export tries it, and the package states the result.
+        metadata: A JSON object of your own, such as a version or an author; it is ``load(path).metadata``. Entries
+            have their own.
         progress: A function that is called as ``progress(stage, done, total)``.
 
     Returns:

@@ -28,8 +28,8 @@ class Variant:
 
     Examples:
         >>> batch = {0: torch.export.Dim("batch", min=2, max=1024)}
-        >>> variant = ab.Variant((torch.randn(4, 8),), dynamic_shapes=(batch,), requires_grad=["parameters"],
-        mode="train")
+        >>> args = (torch.randn(4, 8),)
+        >>> variant = ab.Variant(args, dynamic_shapes=(batch,), requires_grad=["parameters"], mode="train")
     """
 
     args: tuple[Any, ...] = ()
@@ -133,13 +133,16 @@ class Step:
         accumulate: Whether ``step(x, y, update=False)`` may only add up gradients.
         distributed: Whether gradients can be averaged over processes.
         clip_norm: The largest norm of the gradients of the optimizer's parameters together, as
-        ``torch.nn.utils.clip_grad_norm_``, before its step. clip_value: The largest absolute value of an element of
-        these gradients, as ``torch.nn.utils.clip_grad_value_``.
+            ``torch.nn.utils.clip_grad_norm_``, before its step.
+        clip_value: The largest absolute value of an element of these gradients, as
+            ``torch.nn.utils.clip_grad_value_``.
         skip_nonfinite: Whether parameters and the optimizer's state stay unchanged if a gradient (with ``clip_norm``:
-        their norm) has Inf or NaN. loss_scale: The initial factor of the loss, by which gradients are divided, for
-        float16; it then follows ``torch.amp.GradScaler``'s rule. ema: The decay of exponential moving averages of the
-        trained parameters, made after each update, as ``AveragedModel`` of ``torch.optim.swa_utils`` with
-        ``get_ema_multi_avg_fn(ema)``: after the first update they are the parameters themselves.
+            their norm) has Inf or NaN.
+        loss_scale: The initial factor of the loss, by which gradients are divided, for float16; it then follows
+            ``torch.amp.GradScaler``'s rule.
+        ema: The decay of exponential moving averages of the trained parameters, made after each update, as
+            ``AveragedModel`` of ``torch.optim.swa_utils`` with ``get_ema_multi_avg_fn(ema)``: after the first update
+            they are the parameters themselves.
         metadata: A JSON object of your own.
 
     Examples:

@@ -2,7 +2,8 @@
 runtime.
 
 Parameters and buffers become ``get_attr`` nodes. AOTInductor turns these into constants, which the runtime binds by
-pointer; they are never passed."""
+pointer; they are never passed.
+"""
 
 from __future__ import annotations
 

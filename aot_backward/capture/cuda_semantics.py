@@ -48,7 +48,7 @@ def as_on_gpu() -> Iterator[None]:
         stack.enter_context(exclusive())
         stack.callback(_clear_dispatch_caches, [name for _, name, _ in kernels])
         with warnings.catch_warnings():
-            # It says that a kernel is replaced
+            # The warning says that a kernel is replaced
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             libraries: dict[tuple[str, str], torch.library.Library] = {}
             for key, name, kernel in kernels:

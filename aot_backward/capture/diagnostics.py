@@ -39,7 +39,7 @@ def errors_of_a_trace(program: nn.Module, written: Mapping[str, str], run: Calla
         if any(text in str(error) for text in _WRITES) and not written:
             raise ExportError(_changed_tensors(error, program, run)) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # From Dynamo
+        # Lines that begin so are from Dynamo
         cause = ". ".join(
             [lines[0], *(line for line in lines[1:] if line.startswith(("Explanation:", "Developer debug context:")))]
         )

@@ -96,10 +96,8 @@ def split_module(
 
     _refuse_sizes_from_data(joint, forward)
     saved = _saved_tensors(joint, forward, backward)
-    first, second = (
-        GraphBinder(joint, forward, f"{name}.forward", weights),
-        GraphBinder(joint, backward, f"{name}.backward", weights),
-    )
+    first = GraphBinder(joint, forward, f"{name}.forward", weights)
+    second = GraphBinder(joint, backward, f"{name}.backward", weights)
     partitions.forward = _finish_forward(partitions, first, saved)
     second.origins = _origins(first, saved)
     partitions.backward = _finish_backward(partitions, second, saved, dependence)
@@ -390,9 +388,10 @@ def _refuse_sizes_from_data(joint: Joint, forward: GraphModule) -> None:
     sizes."""
     for i, node in enumerate(results_of(forward)):
         value = node.meta["val"] if isinstance(node, Node) else None
-        if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt) or not (
-            symbols := torch_api.free_unbacked_symbols(value)
-        ):
+        if not isinstance(value, torch.Tensor | torch.SymFloat | torch.SymInt):
+            continue
+        symbols = torch_api.free_unbacked_symbols(value)
+        if not symbols:
             continue
         producers = (n for n in forward.graph.nodes if symbols & torch_api.free_unbacked_symbols(n.meta.get("val")))
         source = next(producers, node)

@@ -41,7 +41,7 @@ def tracing() -> Iterator[None]:
     ):
         # Dynamo reads it for torch.cond
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        # Torch's own rules for forward mode are scripted
+        # torch's own rules for forward mode are scripted
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
         yield
 

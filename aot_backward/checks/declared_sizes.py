@@ -23,8 +23,8 @@ from ..capture.shapes.symbolic_shapes import Sizes
 from .example_sizes import Example, resized
 
 _SIZES_TRIED = 3
-"""How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values.
-The number is a guess."""
+"""How many sizes that violate a guard are tried in eager. One may be refused only because of the example's values. The
+number is a guess."""
 
 _FEW = 2
 """How many sizes of one ``Dim`` get a variant of their own: torch specialises 0 and 1, of the size or of one that is

@@ -451,9 +451,8 @@ def _check_strides(entry: str, actual: Named, eager: Named) -> None:
         a = actual[name]
         if a is None or e is None or e.numel() == 0:
             continue
-        if any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True)) and name.startswith(
-            "output"
-        ):
+        differ = any(n > 1 and s != w for n, s, w in zip(e.shape, a.stride(), e.stride(), strict=True))
+        if differ and name.startswith("output"):
             raise ExportError(
                 f"{entry}: {name}: expected eager's strides {e.stride()}, got {a.stride()}. Return it with .contiguous(): both then agree"
             )

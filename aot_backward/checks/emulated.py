@@ -67,10 +67,8 @@ def described(machine: str) -> str:
 
 def run(request: Mapping[str, Any], machine: str) -> dict[str, Any]:
     """Return the answer of ``standalone_process.py``. The tensors are in the file ``request["file"]``."""
-    if (
-        unknown := {dtype for tensors in (request["inputs"], request["incoming"]) for dtype, _, _ in tensors}
-        - _CODES.keys()
-    ):
+    dtypes = {dtype for tensors in (request["inputs"], request["incoming"]) for dtype, _, _ in tensors}
+    if unknown := dtypes - _CODES.keys():
         return {"error": f"the C library takes no {', '.join(sorted(unknown))}"}
     source = Path(importlib.import_module("aot_backward_native").source_dir())
     try:

@@ -51,9 +51,8 @@ class Sized:
 
 def sizes_to_check(spec: VariantSpec, example: Example, zero: SymbolSpec | None = None) -> Iterator[Sized]:
     """Yield the example, then, if sizes are dynamic, others: all larger, all the smallest allowed but 0, and each 1 by
-    itself.
-    With ``zero``: only the example with that size at 0, and with it the sizes that must be equal to it; nothing if
-    ``spec`` excludes that.
+    itself. With ``zero``: only the example with that size at 0, and with it the sizes that must be equal to it; nothing
+    if ``spec`` excludes that.
 
     Raise :class:`InputError` if a tensor of size 0 would have to be enlarged."""
     contract = Contract(spec.inputs, spec.symbols, spec.guards)

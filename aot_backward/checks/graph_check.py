@@ -1,8 +1,7 @@
 """Compare compiled graphs with eager's operators, on the same input tensors.
 
 This checks a rebuilt package without the model's source. For each result of a graph, with a from the compiled code and
-e from the
-operators: ‖a − e‖ ≤ r·max(‖e‖, 1e-2·G). G is the largest norm among the graph's results and r the
+e from the operators: ‖a − e‖ ≤ r·max(‖e‖, 1e-2·G). G is the largest norm among the graph's results and r the
 :data:`.tolerance.RELATIVE` of e; in a graph with 16-bit values, r is at least twice theirs.
 """
 
@@ -248,14 +247,12 @@ class _Watched:
     """Runner of a library that compares each call."""
 
     def __init__(self, runner: Any, name: str, spec: LibrarySpec, graph: Graph, findings: _Findings, subject: str):
-        self._runner, self._name, self._spec, self._graph, self._findings, self._what = (
-            runner,
-            name,
-            spec,
-            graph,
-            findings,
-            subject,
-        )
+        self._runner = runner
+        self._name = name
+        self._spec = spec
+        self._graph = graph
+        self._findings = findings
+        self._what = subject
         self._constants: dict[str, torch.Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:

@@ -145,7 +145,7 @@ def results_of_eager(
     else:
         targets = differentiated(spec, parameters, example)
     torch.manual_seed(SEED)
-    # It keeps casts of weights while the caller's autocast lasts, even if the weights change
+    # The cache keeps casts of weights while the caller's autocast lasts, even if the weights change
     torch.clear_autocast_cache()
     with (
         preserve.in_mode(program, example.mode),

@@ -53,7 +53,7 @@ def lacking(libraries: Iterable[Path], operators: Iterable[str]) -> list[str]:
         )
         process = subprocess.run([*command, library], capture_output=True, text=True, check=True)
         symbols = [line.split()[-2:] for line in process.stdout.splitlines()]
-        # Code goes without weak ones (products.h)
+        # Code goes without weak symbols (products.h)
         names.update(name.partition("@")[0] for kind, name in symbols if kind != "w")
     by_name = {o for o in operators if not core.core_serves(*(part.encode() for part in o.partition(".")[::2]))}
     missing = {n for n in names if n.startswith(("aoti_torch_", "torch_", "Sleef_")) and not hasattr(core, n)}

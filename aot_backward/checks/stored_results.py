@@ -5,14 +5,15 @@ gets a random sign that depends only on its place, and is added to one of :data:
 the norm of the difference of two sketches estimates ‖a − e‖: exactly if one element is off, within a tenth if many are.
 Integers and booleans must be equal, and have a SHA-256 instead.
 
-| key behind ``ENTRY/N/``  | result                                                  | value
-|
-|--------------------------|---------------------------------------------------------|---------------------------------------------------------------|
-| ``expected/NAME``        | up to :data:`MAX_WHOLE_BYTES` bytes, or with NaN or Inf | the result, whole
-| | ``sketch/NAME``          | larger, floating-point or complex numbers               | float64, ``(SUMS,)``
-| | ``digest/NAME``          | larger, integers or booleans                            | uint8, ``(32,)``: the SHA-256
-of its row-major bytes          | | ``allowed/NAME``         | each of these                                           |
-float64, ``()``: the largest allowed norm of a difference     |"""
+The keys behind ``ENTRY/N/``:
+
+| key               | result                                            | value                                        |
+|-------------------|---------------------------------------------------|----------------------------------------------|
+| ``expected/NAME`` | up to :data:`MAX_WHOLE_BYTES`, or with NaN or Inf | the result, whole                            |
+| ``sketch/NAME``   | larger, floating-point or complex numbers         | float64, ``(SUMS,)``                         |
+| ``digest/NAME``   | larger, integers or booleans                      | uint8, ``(32,)``: SHA-256 of row-major bytes |
+| ``allowed/NAME``  | each of these                                     | float64, ``()``: largest allowed difference  |
+"""
 
 from __future__ import annotations
 

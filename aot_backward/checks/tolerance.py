@@ -2,23 +2,15 @@
 
     ‖a − t‖ ≤ absolute + relative·max(‖t‖, floor)
 
-| comparison of                                     | relative                          | floor  | absolute
-|
-|---------------------------------------------------|-----------------------------------|--------|-------------------------------|
-| a result with eager in float64                    | 32·eps                            | 0.1·G  | 4·‖e − t‖ + 8·s
-|
-| a result with eager                               | r                                 | 1e-3·G | 0
-|
-| a graph's result with eager's operators           | r, of the coarsest dtype in it    | 1e-2·G | 0
-|
-| a training step's loss with eager in float64      | 16·eps, at least 1e-5             | 1e-3   | 4·‖e − t‖
-|
-| a training step's loss with eager                 | 16·eps, at least 2e-4             | 1e-3   | 0
-|
-| a change made by a step with eager in float64     | 16·eps                            | 0      | 4·‖e − t‖ + 2·eps·‖p‖
-+ 8·s   |
-| a change made by a step with eager                | r                                 | 0      | 4·eps·‖p‖ + 8·s
-|
+| comparison of                                | relative                       | floor  | absolute                    |
+|----------------------------------------------|--------------------------------|--------|-----------------------------|
+| a result with eager in float64               | 32·eps                         | 0.1·G  | 4·‖e − t‖ + 8·s             |
+| a result with eager                          | r                              | 1e-3·G | 0                           |
+| a graph's result with eager's operators      | r, of the coarsest dtype in it | 1e-2·G | 0                           |
+| a training step's loss with eager in float64 | 16·eps, at least 1e-5          | 1e-3   | 4·‖e − t‖                   |
+| a training step's loss with eager            | 16·eps, at least 2e-4          | 1e-3   | 0                           |
+| a change by a step with eager in float64     | 16·eps                         | 0      | 4·‖e − t‖ + 2·eps·‖p‖ + 8·s |
+| a change by a step with eager                | r                              | 0      | 4·eps·‖p‖ + 8·s             |
 
 e is eager's result, eps that of its dtype, r its :data:`RELATIVE`, G the largest norm among the gradients (for a graph:
 among its results), p the tensor after the step, which is stored with a rounding error of eps·‖p‖, and s the distance by

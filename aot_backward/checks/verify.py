@@ -119,7 +119,7 @@ def verify_package(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was not compared with eager")
             runnable = _runnable(archive.manifest)
-            # The latter raises
+            # Without a runnable target, the second load raises
             packages = {label: load(path, target=label, key=key) for label in runnable} or {"": load(path, key=key)}
         todo = [
             (name, i, label)

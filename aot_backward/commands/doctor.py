@@ -61,7 +61,7 @@ def _system() -> Finding:
 
 
 def _python() -> Finding:
-    # An older one cannot have installed us
+    # An older Python cannot have installed us
     return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 

@@ -89,10 +89,9 @@ def train(
     row of the first dimension is a sample. ``batch_size``: samples of a call; by default the exported size, or
     :data:`.train_samples.BATCH` if that is dynamic. Samples left over at the end of an epoch are a smaller batch if the
     package takes one; otherwise that epoch skips them. ``save``: the state, written after each epoch and on SIGINT and
-    SIGTERM, which end the training early, after the step under way.
-    ``resume``: continue from ``save``; refused with other data, another seed or another batch size. ``device``,
-    ``cudagraphs``, ``signature`` and ``key``: see :func:`aot_backward_runtime.load`; samples are moved to the device
-    batch by batch.
+    SIGTERM, which end the training early, after the step under way. ``resume``: continue from ``save``; refused with
+    other data, another seed or another batch size. ``device``, ``cudagraphs``, ``signature`` and ``key``: see
+    :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
 
     If ``WORLD_SIZE`` is above 1 (``torchrun``), each process takes ``batch_size`` samples of every batch, and gradients
     are averaged. With a package for GPUs, each process uses the GPU of its ``LOCAL_RANK``. Raises :class:`InputError`

@@ -65,10 +65,8 @@ def read_samples(data: Path, name: str, variants: Sequence[VariantSpec], device:
     matches = [v for v in variants if {s.name for s in v.inputs} == file_tensors.keys()]
     if not matches:
         input_names = [s.name for s in variants[0].inputs]
-        missing, extra = (
-            [n for n in input_names if n not in file_tensors],
-            sorted(file_tensors.keys() - set(input_names)),
-        )
+        missing = [n for n in input_names if n not in file_tensors]
+        extra = sorted(file_tensors.keys() - set(input_names))
         parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
         parts += [f"it has {', '.join(map(repr, extra))}, which the step does not take"] if extra else []
         raise InputError(

@@ -61,9 +61,9 @@ def _problem(variant: VariantSpec, plan: Plan, manifest: Manifest) -> str | None
 def _same(actual: TensorSpec, expected: TensorSpec, symbols: Sequence[SymbolSpec]) -> bool:
     """Return whether dtype, device, sizes and strides are the same. The stride of a dimension of size 0 or 1 does not
     matter."""
-    if (actual.dtype, actual.device) != (expected.dtype, expected.device) or not _equal(
-        actual.shape, expected.shape, symbols
-    ):
+    if (actual.dtype, actual.device) != (expected.dtype, expected.device):
+        return False
+    if not _equal(actual.shape, expected.shape, symbols):
         return False
     strides = [
         (a, b) for n, a, b in zip(expected.shape, actual.stride, expected.stride, strict=True) if n not in (0, 1)

@@ -40,8 +40,7 @@ from .package_writer import library_spec, stem_of, stems_of
 
 _DECOMPOSED = 3
 """How often a graph is decomposed for the standalone backend: a decomposition may itself consist of operators that it
-lacks.
-The number is a guess."""
+lacks. The number is a guess."""
 _PRODUCTS = "large float32 ones by MKL or by oneDNN, as is faster where it runs: aot-backward doctor names the library"
 Check = Callable[[Callable[[], Package], int, VariantSpec, Stored, SymbolSpec | None], Verdict]
 """Compare a variant with eager. Arguments: the package's loader, the variant's number and spec, storage for the tensors
@@ -64,13 +63,11 @@ class Contents:
         """``target``: one or several (:func:`targets.parsed`). ``portable``: also store the graphs as data. ``tune``:
         how many ways to compile a variant are tried (:data:`.tuning.TUNES`). ``standalone``: decompose operators that
         need PyTorch."""
-        self.targets, self.folder, self.progress, self.portable, self.tune = (
-            targets.parsed(target),
-            folder,
-            progress,
-            portable,
-            tune,
-        )
+        self.targets = targets.parsed(target)
+        self.folder = folder
+        self.progress = progress
+        self.portable = portable
+        self.tune = tune
         self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
@@ -250,12 +247,10 @@ class _Unwritten:
     """Stand-in for an archive whose libraries are still in the compiler's folder."""
 
     def __init__(self, manifest: Manifest, libraries: Mapping[str, Path]):
-        self.manifest, self._libraries, self.path, self.manifest_digest = (
-            manifest,
-            libraries,
-            Path("the package being built"),
-            "",
-        )
+        self.manifest = manifest
+        self._libraries = libraries
+        self.path = Path("the package being built")
+        self.manifest_digest = ""
 
     def library(self, name: str) -> Path:
         return self._libraries[name]

@@ -100,8 +100,8 @@ def add_passes(
 
 
 def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
-    """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12), 93 % of the
-    backward time``."""
+    """Return the progress text up to a batch:
+    ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
     lines = list(dict.fromkeys(s.line for s in batch if s.line))
     location = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
     noun = "structure" if added.chosen == 1 else "structures"

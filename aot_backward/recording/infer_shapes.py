@@ -4,7 +4,8 @@ share a symbol.
 A size that never changed is static. A size that changed is dynamic, and dimensions and sizes with the same values in
 every pass share a symbol. A single pass does not show which sizes may change, so it stays static. A batch of 16 and a
 layer of 16 are told apart once a second batch size was observed. Sizes of 0 and 1 change the behaviour of a program
-(empty tensors, broadcasting), so passes are first grouped by the places of such sizes."""
+(empty tensors, broadcasting), so passes are first grouped by the places of such sizes.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +96,8 @@ def make_symbolic(group: Sequence[Observation], fake_mode: Any, prefix: str) -> 
         rank = len(group[0].inputs[i].shape)
         shapes.append([size(tuple(o.inputs[i].shape[d] for o in group), (i, d)) for d in range(rank)])
     positions = group[0].positions
-    order = sorted(
-        range(len(group[0].sizes)), key=lambda k: k in positions
-    )  # sizes before positions: if both have the same values, the symbol is the size's, with its narrower range
+    # Sizes before positions: if both have the same values, the symbol is the size's, with its narrower range
+    order = sorted(range(len(group[0].sizes)), key=lambda k: k in positions)
     by_index = {k: size(tuple(o.sizes[k] for o in group), (-1, k), k in positions) for k in order}
     sizes = [by_index[k] for k in range(len(by_index))]
     inputs = []

@@ -123,12 +123,10 @@ class PackageUpdate:
     ) -> PackageUpdate:
         """Return the package with ``programs``, compiled and checked, each with its spec. ``places``: the order of new
         structures, after the others."""
-        libraries, files, tensors, graphs = (
-            dict(self.manifest.libraries),
-            dict(self.artifacts),
-            dict(self.weights),
-            dict(self.graphs),
-        )
+        libraries = dict(self.manifest.libraries)
+        files = dict(self.artifacts)
+        tensors = dict(self.weights)
+        graphs = dict(self.graphs)
         by_fingerprint: dict[str, list[tuple[TracedProgram, PassSpec]]] = {}
         for program, spec in programs:
             by_fingerprint.setdefault(program.fingerprint, []).append((program, spec))

@@ -1,7 +1,8 @@
 """Trace the compiled partitions of a recorded pass into functional ATen graphs.
 
 The trace runs the interpreter (:mod:`aot_backward_runtime.tapes.interpreter`) on fake tensors, so the graph computes
-the same as the interpreter."""
+the same as the interpreter.
+"""
 
 from __future__ import annotations
 

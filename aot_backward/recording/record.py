@@ -139,9 +139,8 @@ class Recording:
             )
             self.skipped[f"the structure kept changing: {limit}. {_CONSTANTS}"] += 1
         kind = error[0]
-        is_complete = kind is None or (
-            isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt))
-        )  # a script that calls sys.exit has ended, too
+        # A script that calls sys.exit has ended, too
+        is_complete = kind is None or (isinstance(kind, type) and issubclass(kind, (SystemExit, KeyboardInterrupt)))
         if is_complete and self.path is not None:
             self._compile(self.path)
 
@@ -212,8 +211,8 @@ def record(
         optimizer: Whether to compile, on a CPU, steps of ``torch.optim`` optimizers whose kind comes more than once
             after the step that makes the state, ``clip_grad_norm_`` and ``clip_grad_value_``.
         min_seen: The number of passes from which on a structure is compiled. One that the package has a variant of is
-        compiled from the first. time_limit: The seconds after which no further structure is begun; one is always
-        compiled.
+            compiled from the first.
+        time_limit: The seconds after which no further structure is begun; one is always compiled.
 
     Returns:
         The context.

@@ -128,8 +128,8 @@ class RecordedStructure:
         return not answered and not any(e.times.enough for _, e in self.examples.get(observation.kind(), []))
 
     def location(self, node: int | None = None) -> str:
-        """Return the place of such a pass, or of a node of it, in the script: `` (TanhBackward0, backward called at
-        train.py:12)``, or nothing."""
+        """Return the place of such a pass, or of a node of it, in the script:
+        `` (TanhBackward0, backward called at train.py:12)``, or nothing."""
         parts = []
         if node is not None:
             parts.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))

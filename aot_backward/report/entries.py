@@ -52,10 +52,8 @@ def _layer(layer: LayerSpec) -> str:
 
 def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
     specs = entry.program_state
-    parameters, frozen = (
-        [s for s in specs if s.parameter],
-        [s.name for s in specs if s.parameter and not s.requires_grad],
-    )
+    parameters = [s for s in specs if s.parameter]
+    frozen = [s.name for s in specs if s.parameter and not s.requires_grad]
     elements = sum(math.prod(archive.manifest.weights[key].shape) for key in {s.weight for s in parameters})
     ties = len(specs) - len({s.weight for s in specs})
     state = (

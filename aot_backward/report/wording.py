@@ -1,5 +1,5 @@
-"""Describe a package's requirements on its inputs: ``batch: 2 and more, a multiple of 4``, ``x: float32, batch × 3 × 32
-× 32, contiguous``."""
+"""Describe a package's requirements on its inputs: ``batch: 2 and more, a multiple of 4``,
+``x: float32, batch × 3 × 32 × 32, contiguous``."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Words:
         return True
 
     def ranges(self) -> list[tuple[str, str, str]]:
-        """Return label, allowed sizes and place of each dynamic dimension: ``("batch", "2 to 64, a multiple of 4",
-        …)``."""
+        """Return label, allowed sizes and place of each dynamic dimension:
+        ``("batch", "2 to 64, a multiple of 4", …)``."""
         out = []
         for s in self.symbols:
             bounds = _between(s.minimum, s.maximum)

@@ -24,13 +24,8 @@ THEMES = {
     "light": {"ink": "#3b3f4a", "grid": "#d9dce3"},
     "dark": {"ink": "#c9ccd6", "grid": "#41454f"},
 }
-_MODULE, _GRAD, _EAGER, _TORCH, _OTHER = (
-    "#3f8fe0",
-    "#5a5fd8",
-    "#9aa0ad",
-    "#e08a2e",
-    "#3aa57a",
-)  # the same colour for a way on every plot; legible on both pages
+# The same colour for a way on every plot; legible on both pages
+_MODULE, _GRAD, _EAGER, _TORCH, _OTHER = "#3f8fe0", "#5a5fd8", "#9aa0ad", "#e08a2e", "#3aa57a"
 _STEP = "#c2569b"
 _VERDICTS = {
     "pass": "#3aa57a",

@@ -7,7 +7,8 @@ native function.
     ./md metal.pt2
 
 ``make native`` builds the library. The program needs neither Python nor PyTorch: with ``runtime="standalone"`` the
-export checks this or fails."""
+export checks this or fails.
+"""
 
 import sys
 

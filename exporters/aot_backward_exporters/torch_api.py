@@ -317,7 +317,7 @@ def __getattr__(name: str) -> Any:
             f"{module}.{name} came with torch {since}; this is {torch.__version__}: pip install 'torch=={SUPPORTED[-1]}.*'"
         )
     with warnings.catch_warnings(), _quiet_search_for_cuda():
-        # Torch's own modules use deprecated functions (torch.jit); with warnings as errors, every import would fail
+        # torch's own modules use deprecated functions (torch.jit); with warnings as errors, every import would fail
         warnings.simplefilter("ignore")
         if module.startswith("torch._inductor"):
             with contextlib.suppress(ImportError):  # it needs setuptools

@@ -321,7 +321,8 @@ def load(
         PackageError: The file cannot be read, or is not a whole package.
         SignatureError: The signature is refused.
         IncompatibleError: The package was built for another kind of machine, or calls operators that are not registered
-        in this process. WeightsError: The weights do not fit, or are missing.
+            in this process.
+        WeightsError: The weights do not fit, or are missing.
         InputError: ``device`` or ``cudagraphs`` does not fit the package.
 
     Examples:

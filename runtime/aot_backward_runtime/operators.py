@@ -91,13 +91,9 @@ def _source(spec: OperatorSpec) -> str:
             f"{usage.format(spec.module)}"
         )
     if spec.file:
-        origin, call = (
-            f"registered by the compiled extension {spec.file}, which is not loaded here",
-            f"torch.ops.load_library('…/{spec.file}')",
-        )
+        origin = f"registered by the compiled extension {spec.file}, which is not loaded here"
+        call = f"torch.ops.load_library('…/{spec.file}')"
     else:
-        origin, call = (
-            "which is not registered here, and the package does not name the module that registers it",
-            "torch.ops.load_library(FILE)",
-        )
+        origin = "which is not registered here, and the package does not name the module that registers it"
+        call = "torch.ops.load_library(FILE)"
     return f"{origin}: call {call} first, or name the module that registers it in {usage.format('MODULE')}"

@@ -20,7 +20,7 @@ import torch
 from torch import _C, Tensor
 from torch._C import _functorch
 
-# The public one is a Python function and takes five times as long
+# The public counterpart of the first is a Python function and takes five times as long
 from torch._C import _get_deterministic_algorithms as deterministic
 from torch._C import _get_float32_matmul_precision as matmul_precision
 from torch._C._aoti import AOTIModelContainerRunnerCpu
@@ -418,9 +418,8 @@ def _emptied(places: Iterable[Tensor]) -> None:
 @dataclass(frozen=True)
 class Stated:
     """The metadata in a compiled library: how many tensors it takes and returns, and the bytes of each constant's
-    memory at export, a multiple of
-    64. ``layouts``: dtype, shape and strides of each constant, as in :data:`CONSTANT_LAYOUTS`; empty in libraries of
-        0.1.0."""
+    memory at export, a multiple of 64. ``layouts``: dtype, shape and strides of each constant, as in
+    :data:`CONSTANT_LAYOUTS`; empty in libraries of 0.1.0."""
 
     inputs: int
     outputs: int
@@ -429,8 +428,8 @@ class Stated:
 
 
 CONSTANT_LAYOUTS = "AOTInductorConstantLooks"
-"""A symbol that the exporter puts into each library for a CPU: a line of text for each constant, ``NAME float32 [2,3]
-[3,1]``."""
+"""A symbol that the exporter puts into each library for a CPU: a line of text for each constant,
+``NAME float32 [2,3] [3,1]``."""
 
 
 def stated(library: str) -> Stated:

@@ -181,9 +181,8 @@ def test_the_page_may_load_nothing_and_runs_one_script(package: Path) -> None:
         assert f"{kind}-src 'sha256-{digest}'" in policy
     assert len(scripts) == len(running) + 4  # three graphs and the views
     for tag, attributes in page.tags:
-        assert tag not in ("img", "iframe", "object", "embed", "link", "base", "form", "a") or (
-            attributes.get("href") or ""
-        ).startswith("#")
+        target = attributes.get("href") or ""
+        assert tag not in ("img", "iframe", "object", "embed", "link", "base", "form", "a") or target.startswith("#")
         assert not any(a.startswith("on") or a in ("style", "src", "srcset", "action") for a in attributes)
     assert "@import" not in style and "url(" not in style
     assert re.findall(r"https?://[^\"' ]*", running[0] + style) == ["http://www.w3.org/2000/svg"]
@@ -744,9 +743,8 @@ def browser() -> Iterator[Browser]:
 
 def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path, tmp_path: Path) -> None:
     browser.show(conv, tmp_path / "conv.html")
-    assert browser.texts("#title0, #title1")[0].startswith("forward") and browser.texts("#title1")[0].startswith(
-        "backward"
-    )
+    assert browser.texts("#title0, #title1")[0].startswith("forward")
+    assert browser.texts("#title1")[0].startswith("backward")
     assert "convolution" in browser.texts("#list0 .operator") and browser.texts("#list1 .operator").count("in") > 5
     browser.click("#places button", "torch.sigmoid(h)")
     for column in (0, 1):
@@ -756,9 +754,8 @@ def test_a_line_is_highlighted_forward_and_backward(browser: Browser, conv: Path
     assert browser.all("#wires path.hot")  # from the tensors that the line saved to their readers
     browser.click("#by-module")
     browser.click("#places button", "head")
-    assert "addmm" in browser.texts("#list0 .row.mark .operator") and "mm" in browser.texts(
-        "#list1 .row.mark .operator"
-    )
+    assert "addmm" in browser.texts("#list0 .row.mark .operator")
+    assert "mm" in browser.texts("#list1 .row.mark .operator")
     browser.click("#clear")
     assert not browser.all(".row.mark")
     browser.quiet((tmp_path / "conv.html").as_uri())
@@ -786,9 +783,8 @@ def test_a_node_shows_what_it_reads_and_who_reads_it(browser: Browser, conv: Pat
         "commands/test_report.py:",
     ):
         assert words in detail
-    assert browser.texts("#list0 .row.near .operator") and browser.texts("#places button.at .text") == [
-        "pooled = torch.sigmoid(h).mean((2, 3))"
-    ]
+    assert browser.texts("#list0 .row.near .operator")
+    assert browser.texts("#places button.at .text") == ["pooled = torch.sigmoid(h).mean((2, 3))"]
     browser.click("#detail button", "mean")
     assert browser.texts("#list0 .row.pick .operator") == ["mean"]
     # a saved tensor links to the backward's placeholder

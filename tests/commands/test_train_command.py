@@ -104,10 +104,8 @@ def test_inspect_a_step(package: Path, static: Path) -> None:
         assert words in done.stdout
     assert "skips" not in done.stdout
     step = json.loads(called("inspect", package, "--json").stdout)["entries"]["fit"]["step"]
-    assert step["state"] == {"tensors": 14, "bytes": 2 * 332 + 2 * 4} and step["gradients"] == {
-        "tensors": 6,
-        "bytes": 332,
-    }
+    assert step["state"] == {"tensors": 14, "bytes": 2 * 332 + 2 * 4}
+    assert step["gradients"] == {"tensors": 6, "bytes": 332}
     assert (
         step["clip_norm"] == 1.0
         and step["clip_value"] is None
@@ -190,12 +188,8 @@ def test_epochs_are_told_and_the_state_is_saved(package: Path, data: Path, tmp_p
     step = load(package).step()
     extra = step.resume(state)
     assert step.count == 3 * 13 and extra["aot-backward train"]["epoch"] == 3
-    reports = [
-        json.loads(line)
-        for line in called(
-            *("train", package, "--data", data, "--epochs", 3), "--save", tmp_path / "2", "--json"
-        ).stdout.splitlines()
-    ]
+    done = called("train", package, "--data", data, "--epochs", 3, "--save", tmp_path / "2", "--json")
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
     # Batches of 32
     assert [(r["epoch"], r["epochs"], r["samples"], r["steps"]) for r in reports] == [
         (n, 3, SAMPLES, 7) for n in (1, 2, 3)
@@ -277,9 +271,8 @@ def test_another_seed_is_another_training(package: Path, data: Path, tmp_path: P
     for seed in (7, 8):
         train(package, data, epochs=1, save=tmp_path / str(seed), batch_size=16, seed=seed)
     one, other = (kept(tmp_path / str(seed))[0] for seed in (7, 8))
-    assert not torch.equal(one["module/0.weight"], other["module/0.weight"]) and not torch.equal(
-        one["random/cpu"], other["random/cpu"]
-    )
+    assert not torch.equal(one["module/0.weight"], other["module/0.weight"])
+    assert not torch.equal(one["random/cpu"], other["random/cpu"])
 
 
 def test_interrupting_the_command(package: Path, data: Path, tmp_path: Path) -> None:

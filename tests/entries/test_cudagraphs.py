@@ -30,12 +30,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.drop, self.last = (
-            nn.Linear(6, 16),
-            nn.BatchNorm1d(16),
-            nn.Dropout(0.2),
-            nn.Linear(16, 3),
-        )
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         hidden = torch.tanh(self.drop(self.norm(self.first(x))))

@@ -17,7 +17,7 @@ from aot_backward_runtime import load
 
 from ..support import exports
 
-# Torch's own rules for forward mode are scripted
+# torch's own rules for forward mode are scripted
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 KINDS = ["value", "jacobian", "vjp", "jvp", "hessian", "hvp"]

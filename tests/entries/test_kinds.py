@@ -32,13 +32,11 @@ from aot_backward_runtime import ExportError, load
 from ..support import exports
 from ..support.oracle import assert_same, tensors
 
-# Torch's warnings: complex numbers, recomputation, and forward mode of torch.func
+# torch's warnings: complex numbers, recomputation, and forward mode of torch.func
 pytestmark = pytest.mark.filterwarnings(
-    *(
-        "ignore:Torchinductor does not support code generation for complex",
-        "ignore:`torch.jit.script` is deprecated",
-        "ignore:.*use_reentrant",
-    ),
+    "ignore:Torchinductor does not support code generation for complex",
+    "ignore:`torch.jit.script` is deprecated",
+    "ignore:.*use_reentrant",
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # from Dynamo, which torch.cond and scan call
 )
 Forward = Callable[..., Any]
@@ -214,10 +212,8 @@ class Filtered(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filter, self.mix = (
-            nn.Parameter(torch.randn(3, dtype=torch.complex64)),
-            nn.Parameter(torch.randn(4, 4, dtype=torch.complex64)),
-        )
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
         self.plane = nn.Parameter(torch.randn(2, 2))
         self.register_buffer("turn", torch.polar(torch.ones(2), torch.randn(2)))
 

@@ -31,12 +31,10 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third, self.plain = (
-            nn.Linear(6, 8),
-            nn.Linear(8, 8),
-            nn.Linear(8, 5),
-            nn.Linear(8, 8, bias=False),
-        )
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 5)
+        self.plain = nn.Linear(8, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.second(self.first(x))

@@ -31,11 +31,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.norm, self.linear = (
-            nn.Conv2d(16, 16, 3, padding=1, groups=16),
-            nn.LayerNorm(16),
-            nn.Linear(16, 16),
-        )
+        self.wide = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
         self.last = nn.Conv2d(16, 16, 3, padding=1, groups=16)
 
     def forward(self, x: Tensor) -> Tensor:

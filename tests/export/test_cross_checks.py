@@ -108,7 +108,7 @@ def test_a_launch_that_fits_has_no_faults() -> None:
     newer = WRAPPER.replace("static inline void", "static __attribute__((noinline)) void").replace(
         "stream_);", "stream_, false);"
     )
-    # Torch 2.15
+    # torch 2.15
     assert _faults(newer.replace('"triton_poi_0", 16)', '"triton_poi_0", 16, &kernels_.loaded_modules_)')) == []
 
 

@@ -20,14 +20,10 @@ from aot_backward_exporters.cuda.devices import DEVICES
 from aot_backward_exporters.cuda.retarget import retarget
 
 aten = torch.ops.aten
-FLASH, FLASH_BACKWARD = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-)
-EFFICIENT, EFFICIENT_BACKWARD = (
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-)
+FLASH = aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 CPU, CPU_BACKWARD = attention.FORWARD, attention.BACKWARD
 
 

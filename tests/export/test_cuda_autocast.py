@@ -142,7 +142,7 @@ def test_forward_and_backward_are_captured_so(device: str) -> None:
     net, x = Normed(device), torch.randn(5, 4, requires_grad=True)
     plain = Normed()
     with torch.autocast("cpu", torch.bfloat16):
-        # Torch must not reuse its cached casts of this
+        # torch must not reuse its cached casts of this
         before = trace.trace_program(plain, (x,), {}, None, signature=plain.forward).graph.code
     with switched_on(device), cuda_semantics.as_on_gpu():
         traced = trace.trace_program(net, (x,), {}, None, signature=net.forward)

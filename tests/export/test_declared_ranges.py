@@ -60,10 +60,8 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = (
-            nn.Embedding(10, 8),
-            nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10)),
-        )
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(self.layers(self.embed(tokens)).flatten(0, 1), tokens.flatten())

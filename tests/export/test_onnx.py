@@ -164,9 +164,8 @@ def test_names_of_inputs_outputs_and_dimensions(files: Path) -> None:
         "forward",
         torch.__version__,
     )
-    assert json.loads(about["dimensions"]) == {"rows": {"minimum": 2, "maximum": 64}} and about["opset"].startswith(
-        "18: "
-    )
+    assert json.loads(about["dimensions"]) == {"rows": {"minimum": 2, "maximum": 64}}
+    assert about["opset"].startswith("18: ")
     assert forward.producer_name == "aot-backward" and forward.ir_version == 8 and forward.opset_import[0].version == 18
     assert any("cli_program.py" in n.doc_string and "aten." in n.doc_string for n in forward.graph.node)
     assert all(n.name for n in forward.graph.node) and not any(

@@ -183,7 +183,7 @@ def test_a_refusal_names_the_parameter(tmp_path: Path) -> None:
     ):
         said = refusal(tmp_path, entry)
         assert said.startswith(f"{of_theta}of the gradient of {names}"), said
-        # Torch 2.12 keeps the model's line for more nodes
+        # torch 2.12 keeps the model's line for more nodes
         assert "; it is called in forward" in said or not torch_api.at_least("2.12"), said
     orthogonal = nn.Sequential(*layers, parametrizations.orthogonal(nn.Linear(4, 4)))
     said = refusal(tmp_path, ab.Module(orthogonal, [ab.Variant((torch.randn(2, 4),))]))

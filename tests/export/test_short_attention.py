@@ -21,10 +21,8 @@ from ..support import rewriting
 
 aten = torch.ops.aten
 RANDOM = torch.Generator().manual_seed(0)
-FORWARD, BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def heads(length: int, rows: int = 2, count: int = 3, depth: int = 8, dtype: torch.dtype = torch.float32) -> Tensor:

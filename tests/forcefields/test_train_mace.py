@@ -63,10 +63,8 @@ def test_a_training_equals_eagers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len({len(b[0]) for b in batches}) > 3 and any(0 < (b[9] > 0).sum() < len(b[9]) for b in batches)
 
     eager = copy.deepcopy(matching)
-    optimizer, averaged = (
-        made["optimizer_of"](eager, 1e-2),
-        AveragedModel(eager, multi_avg_fn=get_ema_multi_avg_fn(0.99)),
-    )
+    optimizer = made["optimizer_of"](eager, 1e-2)
+    averaged = AveragedModel(eager, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     losses = []
     for arguments in batches:
         optimizer.zero_grad()

@@ -266,11 +266,9 @@ def test_results_go_into_arrays_of_the_caller() -> None:
     package, (positions, kinds) = abn.load(hosted()), samples(6)
     energy = package.grad()
     (value, more), gradients = energy(positions, kinds)
-    forces, energies, total = (
-        np.full((12, 3), np.nan)[::2],
-        torch.full((5,), math.nan, dtype=torch.float64),
-        np.zeros(()),
-    )
+    forces = np.full((12, 3), np.nan)[::2]
+    energies = torch.full((5,), math.nan, dtype=torch.float64)
+    total = np.zeros(())
     result = energy(positions, kinds, out=((total, {"energies": energies}), {"positions": forces}))
     assert result[0][0] is total and result[0][1]["energies"] is energies and result[1]["positions"] is forces
     assert (
@@ -353,9 +351,8 @@ def test_gradients_of_a_module_are_scaled() -> None:
     out = [m.forward(x.detach(), more["bias"])["out"] for m in (plain, scaled)]
     assert np.array_equal(*out)
     one, other = (m.backward(np.ones_like(out[0]), None) for m in (plain, scaled))
-    assert np.array_equal(one["first.weight"] * np.float32(0.5), other["first.weight"]) and np.array_equal(
-        one["x"], other["x"]
-    )
+    assert np.array_equal(one["first.weight"] * np.float32(0.5), other["first.weight"])
+    assert np.array_equal(one["x"], other["x"])
 
 
 def test_scaled_gradients_in_c_belong_to_the_function_and_leave_other_results_alone(tmp_path: Path) -> None:

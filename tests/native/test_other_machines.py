@@ -45,12 +45,10 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second, self.head = (
-            nn.Conv2d(1, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.Conv2d(4, 6, 3, stride=2),
-            nn.Linear(6, 3),
-        )
+        self.first = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 6, 3, stride=2)
+        self.head = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.max_pool2d(self.norm(self.first(x)).relu(), 2)
@@ -60,13 +58,11 @@ class Convolutions(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.qkv, self.norm, self.drop, self.head = (
-            nn.Embedding(20, 8),
-            nn.Linear(8, 24),
-            nn.LayerNorm(8),
-            nn.Dropout(0.1),
-            nn.Linear(8, 20),
-        )
+        self.embed = nn.Embedding(20, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(8, 20)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -172,16 +168,12 @@ def integers(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 def entries() -> dict[str, Any]:
     torch.manual_seed(0)
     batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    images, convolutions, tokens, attention = (
-        torch.randn(6, 1, 12, 12),
-        Convolutions(),
-        torch.randint(20, (3, 7)),
-        Attention(),
-    )
-    adam, sgd = (
-        torch.optim.AdamW(convolutions.parameters(), lr=1e-2),
-        torch.optim.SGD(attention.parameters(), lr=0.1, momentum=0.9),
-    )
+    images = torch.randn(6, 1, 12, 12)
+    convolutions = Convolutions()
+    tokens = torch.randint(20, (3, 7))
+    attention = Attention()
+    adam = torch.optim.AdamW(convolutions.parameters(), lr=1e-2)
+    sgd = torch.optim.SGD(attention.parameters(), lr=0.1, momentum=0.9)
     gradients: dict[str, tuple[Any, ...]] = {
         "maths": (maths, torch.randn(5, 23), torch.randn(5, 23)),
         "maths64": (maths, torch.randn(5, 23).double(), torch.randn(5, 23).double()),
@@ -316,9 +308,8 @@ def test_a_wrong_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         program.chmod(0o755)
     monkeypatch.setenv("CXX_AARCH64", str(tmp_path / "wrong-g++"))
     verdicts = small(tmp_path / "wrong.pt2")
-    assert verdicts["cpu:avx2"] == "verified" and re.match(
-        "is wrong: variant 0: .* is off by .*, .* is allowed", verdicts["cpu:neon"]
-    )
+    assert verdicts["cpu:avx2"] == "verified"
+    assert re.match("is wrong: variant 0: .* is off by .*, .* is allowed", verdicts["cpu:neon"])
     with pytest.raises(
         ab.ExportError,
         match=r"entry 'bend' is wrong: .* for cpu:neon: this does not run without PyTorch; nothing was written",

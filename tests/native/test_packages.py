@@ -181,8 +181,11 @@ def test_what_python_refuses_c_refuses() -> None:
     ids=["version", "feature", "flag", "machine", "torch", "glibc", "shape", "digest"],
 )
 def test_a_package_that_is_built_for_elsewhere_or_damaged(
-    change: Callable[[dict], object], status: int, words: str, tmp_path: Path
-) -> None:  # type: ignore[type-arg]
+    change: Callable[[dict], object],  # type: ignore[type-arg]
+    status: int,
+    words: str,
+    tmp_path: Path,
+) -> None:
     parts = spoiling.parts(golden_files.FOLDER / "1.0-pair.pt2")
     manifest = spoiling._copied(parts.manifest)
     change(manifest)

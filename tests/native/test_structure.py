@@ -138,10 +138,8 @@ def test_a_function_without_gradients() -> None:
 def test_parameters_have_the_names_of_pytorch() -> None:
     step, theirs = abn.load(STEP, unchecked=True).step(), load(STEP).step()
     names = {*theirs.parameters, *theirs.buffers}
-    assert names < {*step.parameters} and {n for n in step.parameters if n not in names} > {
-        "numbers",
-        "optimizer.exp_avg.0.weight",
-    }
+    assert names < {*step.parameters}
+    assert {n for n in step.parameters if n not in names} > {"numbers", "optimizer.exp_avg.0.weight"}
     with pytest.raises(abn.PackageError, match=r"no state 'module\.0\.weight'"):
         step._function.state("module.0.weight")
 
@@ -182,9 +180,8 @@ def test_results_have_the_callers_structure() -> None:
         and type(found["axes"]) is list
         and type(found["centre"]) is tuple
     )
-    assert type(found["bonds"]).__name__ == "Bonds" and type(found["bonds"]) is type(
-        package.function()(positions)["bonds"]
-    )
+    assert type(found["bonds"]).__name__ == "Bonds"
+    assert type(found["bonds"]) is type(package.function()(positions)["bonds"])
     assert found["bonds"].stiff == 2.5
     np.testing.assert_allclose(found["bonds"].lengths, expected["bonds"].lengths)
     (value, more), gradients = package.grad()(positions, kinds)

@@ -79,10 +79,8 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def eager_losses(folder: Path) -> list[float]:
     program = runpy.run_path(str(folder / "export.py"))
-    net, rows = (
-        program["network"](),
-        torch.frombuffer(bytearray((folder / "digits.bin").read_bytes()), dtype=torch.uint8).view(-1, 65),
-    )
+    net = program["network"]()
+    rows = torch.frombuffer(bytearray((folder / "digits.bin").read_bytes()), dtype=torch.uint8).view(-1, 65)
     images, labels = rows[:, 1:].view(-1, 1, 8, 8).float() / 16, rows[:, 0].long()
     optimizer = torch.optim.Adam(net.parameters(), lr=program["LEARNING_RATE"])
     losses = []

@@ -551,9 +551,8 @@ for _ in range(30): write_tiny(target, {name: torch.ones(1000)})
 def test_row_33_an_open_archive_outlives_its_file(package: Path) -> None:
     archive, weights = open_package(package), load_weights(open_package(package))
     write_tiny(package, {"weight": torch.zeros(3, 4)})
-    assert torch.equal(weights["weight"], tiny_weights()["weight"]) and torch.equal(
-        load_weights(archive)["weight"], weights["weight"]
-    )
+    assert torch.equal(weights["weight"], tiny_weights()["weight"])
+    assert torch.equal(load_weights(archive)["weight"], weights["weight"])
     assert load_weights(open_package(package))["weight"].count_nonzero() == 0
     package.unlink()
     archive.verify_digests()
@@ -660,9 +659,9 @@ def test_many_processes_and_threads_extract_at_once(package: Path, cache: Path) 
     def again() -> None:
         try:
             for _ in range(10):
-                Path(_extract(package)).write_bytes(
-                    b"spoilt"
-                ) if threading.current_thread().name == "spoiler" else _extract(package)
+                folder = _extract(package)
+                if threading.current_thread().name == "spoiler":
+                    Path(folder).write_bytes(b"spoilt")
         except BaseException as error:
             errors.append(error)
 

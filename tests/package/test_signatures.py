@@ -402,9 +402,9 @@ def test_a_certificate_is_not_taken_for_a_key(tiny: Path, keys: Path, tmp_path: 
     key = serialization.load_pem_private_key((keys / "own.pem").read_bytes(), None)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "somebody")])
     now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1)).sign(
-        key, hashes.SHA256()
-    )  # type: ignore[arg-type]
+    later = now + datetime.timedelta(1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, later)  # type: ignore[arg-type]
+    made = builder.sign(key, hashes.SHA256())  # type: ignore[arg-type]
     (tmp_path / "own.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
     with pytest.raises(SignatureError, match="it is a certificate; print its public key with: openssl x509"):
         load_package(tiny, key=tmp_path / "own.crt")

@@ -493,7 +493,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("runs/1")
     for _ in range(2):  # first the target is missing, then it is a file
         write_state(tmp_path / "latest", small(), ABOUT)
-        assert (tmp_path / "latest").is_symlink() and read_state(tmp_path / "runs/1")[1] == read_state(
-            tmp_path / "latest"
-        )[1] == ABOUT
+        assert (tmp_path / "latest").is_symlink()
+        assert read_state(tmp_path / "runs/1")[1] == read_state(tmp_path / "latest")[1] == ABOUT
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["1", "latest", "runs"]

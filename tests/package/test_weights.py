@@ -78,10 +78,8 @@ def test_the_member_is_a_safetensors_file(tmp_path: Path) -> None:
     theirs, start = read_header(
         safetensors.torch.save({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
     )
-    assert start % 8 == 0 and {n: (s.dtype, s.shape) for n, s in theirs.items()} == {
-        "a": ("F32", (3,)),
-        "b": ("BF16", (2, 2)),
-    }
+    assert start % 8 == 0
+    assert {n: (s.dtype, s.shape) for n, s in theirs.items()} == {"a": ("F32", (3,)), "b": ("BF16", (2, 2))}
 
 
 @pytest.mark.parametrize("view", ["t", "channels_last", "slice", "expand", "size-1", "flip of both"])
@@ -143,11 +141,9 @@ def test_examples(tmp_path: Path) -> None:
 
 def test_training_in_place_stays_in_memory(tmp_path: Path) -> None:
     path = store(tmp_path / "x.pt2", {"w": torch.ones(64, 64), "b": torch.ones(3)})
-    before, first, second = (
-        path.read_bytes(),
-        load_weights(open_package(path), mapped=True),
-        load_weights(open_package(path), mapped=True),
-    )
+    before = path.read_bytes()
+    first = load_weights(open_package(path), mapped=True)
+    second = load_weights(open_package(path), mapped=True)
     for tensor in first.values():
         tensor.mul_(7)
         # Separate storage, so that torch.save writes no neighbours

@@ -167,8 +167,7 @@ def test_an_interrupted_script_ends_by_the_signal(tmp_path: Path) -> None:
     python = subprocess.run([sys.executable, script], capture_output=True, text=True, preexec_fn=default)
     argv = [sys.executable, "-m", "aot_backward.cli", "record", "-o", tmp_path / "bw.pt2", "--", script]
     ours = subprocess.run(argv, capture_output=True, text=True, env=dict(os.environ), preexec_fn=default)
-    assert (ours.returncode, ours.stdout) == (python.returncode, python.stdout) and ours.stderr.startswith(
-        python.stderr
-    )
+    assert (ours.returncode, ours.stdout) == (python.returncode, python.stdout)
+    assert ours.stderr.startswith(python.stderr)
     assert ours.stderr.endswith("nothing was written: no backward pass was called\n")
     assert ours.returncode == -signal.SIGINT

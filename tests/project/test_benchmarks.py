@@ -30,11 +30,8 @@ def test_a_subject_in_a_hurry(tmp_path: Path) -> None:
         and document["quick"]
     )
     (subject,) = document["subjects"]
-    assert subject["subject"] == "overhead" and [(d["kind"], d["number"]) for d in subject["data"]] == [
-        ("passed", 1),
-        ("returned", 1),
-        ("bound", 1),
-    ]
+    assert subject["subject"] == "overhead"
+    assert [(d["kind"], d["number"]) for d in subject["data"]] == [("passed", 1), ("returned", 1), ("bound", 1)]
     for row, data in zip(subject["rows"], subject["data"], strict=True):
         assert len(row) == len(subject["columns"])
         assert data["times"].keys() == {"raw", "grad"} and all(

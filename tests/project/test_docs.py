@@ -171,9 +171,8 @@ def test_the_check_of_the_fault_table_can_fail() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     assert wrong_tests(text.replace("[test_nan_and_inf_are_as_in_eager]", "[test_nan_and_inf_are_not]"))
     (wrong,) = wrong_tests("[test_links_lead_somewhere](../tests/conftest.py)")
-    assert wrong.startswith(
-        "test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/"
-    ) and wrong.endswith("test_docs.py")
+    assert wrong.startswith("test_links_lead_somewhere is not in ../tests/conftest.py, but in: tests/")
+    assert wrong.endswith("test_docs.py")
     names = ["test_row_32_two_exporters_one_target", "test_row_33_two_exporters_one_target"]
     assert rows_without_their_tests(text, names) == names[1:]
 

@@ -198,7 +198,7 @@ def wrong_imports(name: str, path: Path, source: str) -> list[str]:
     ours = [i for i in imports(name, path, source) if i.split(".")[0] in FOLDERS]
     if name in ("aot_backward", _RUNTIME):  # their TYPE_CHECKING blocks import the names that they offer
         return []
-    # Itself
+    # A part of the exporters may import their package itself
     return [
         i
         for i in ours

@@ -113,10 +113,8 @@ class Curved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.body, self.head = (
-            nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6)),
-            nn.Linear(6, 1),
-        )
+        self.body = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.nn.functional.silu(self.body(x)))

@@ -103,13 +103,11 @@ class Eager:
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ):
-        self.module, self.optimizer, self.loss_fn, self.clip_norm, self.clip_value = (
-            module,
-            optimizer,
-            loss_fn,
-            clip_norm,
-            clip_value,
-        )
+        self.module = module
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.clip_norm = clip_norm
+        self.clip_value = clip_value
         self.grad_norm: torch.Tensor | None = None
         optimizer.zero_grad()
 

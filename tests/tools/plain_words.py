@@ -3,7 +3,8 @@
 
 It counts them in comments, docstrings and strings of the sources, and in the pages. It exits with 1 above
 :data:`LIMITS`. A hit is a hint, not an error: ``where`` for a place is fine. ``-v`` prints each line. `make lint` runs
-this tool. Lower a limit when the text allows it; never raise one."""
+this tool. Lower a limit when the text allows it; never raise one.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 under the others.
 
 For each case, the builder exports a package, runs it on fresh inputs, and stores the results. Each other torch rebuilds
-the package without the model's source, runs it on the same inputs, and compares. Compile caches are empty. ``make
-rebuild-matrix`` calls this program.
+the package without the model's source, runs it on the same inputs, and compares. Compile caches are empty.
+``make rebuild-matrix`` calls this program.
 """
 
 from __future__ import annotations
@@ -200,9 +200,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
-        made = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}[
-            options.do
-        ](options.folder)
+        todo = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}
+        made = todo[options.do](options.folder)
         assert made is None
         return
     if not options.other:

@@ -113,11 +113,9 @@ def test_sharing_and_refusals(tmp_path: Path) -> None:
         )
         assert one["imported"] == []
         assert one["thirds"] == [[]] * 3  # the scale is rounded here
-    assert seen[0]["late"].startswith(
-        "rank 0 of 3: averaging gradients failed: another rank has ended or does not answer"
-    ) and (
-        "Timed out waiting 1000ms" in seen[0]["late"] and seen[0]["late"].endswith("; resume from the last saved state")
-    )
+    late = seen[0]["late"]
+    assert late.startswith("rank 0 of 3: averaging gradients failed: another rank has ended or does not answer")
+    assert "Timed out waiting 1000ms" in late and late.endswith("; resume from the last saved state")
 
 
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:

@@ -529,11 +529,9 @@ def restarting() -> dict[str, Any]:
 
 def train(how: str) -> int:
     """Train like a script under ``torchrun --max-restarts``."""
-    file, rank, restarted = (
-        Path(sys.argv[2]) / f"{how}.state",
-        dist.get_rank(),
-        os.environ["TORCHELASTIC_RESTART_COUNT"] == "1",
-    )
+    file = Path(sys.argv[2]) / f"{how}.state"
+    rank = dist.get_rank()
+    restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
     step = runtime.load(products_package()).step().distribute()
     torch.manual_seed(rank)
     first = step.resume(file)["next"] if file.exists() else 0

@@ -28,11 +28,9 @@ aten = torch.ops.aten
 @contextlib.contextmanager
 def carried() -> Iterator[None]:
     """Run the replacements below in a trace. Outside a trace the Python dispatcher is off, and they are not called."""
-    zero, autograd, batched = (
-        torch_api.DispatchKey.ZeroTensor,
-        torch_api.DispatchKey.Autograd,
-        torch_api.DispatchKey.FuncTorchBatched,
-    )
+    zero = torch_api.DispatchKey.ZeroTensor
+    autograd = torch_api.DispatchKey.Autograd
+    batched = torch_api.DispatchKey.FuncTorchBatched
     kernels: dict[tuple[Any, Any], Callable[..., Any]] = {
         (aten.add.Tensor, zero): _sum,
         (aten.sub.Tensor, zero): _difference,

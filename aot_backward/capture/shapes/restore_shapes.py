@@ -40,9 +40,7 @@ def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints:
     names: dict[sympy.Symbol, str] = {}
     for symbol in symbols:
         hint = hints.get(symbol.name)
-        if type(hint) is not int or not symbol.minimum <= hint <= (
-            symbol.maximum if symbol.maximum is not None else hint
-        ):
+        if type(hint) is not int or hint < symbol.minimum or (symbol.maximum is not None and hint > symbol.maximum):
             interval = (
                 f"from {symbol.minimum} on" if symbol.maximum is None else f"from {symbol.minimum} to {symbol.maximum}"
             )

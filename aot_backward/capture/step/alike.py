@@ -56,10 +56,8 @@ class Alike:
     def for_all(self, module: GraphModule, inputs: Sequence[torch.Tensor], *, averages: bool) -> GraphModule | None:
         """Return the update ``module``, traced for :attr:`spec`, for all parameters; None if it combines the elements
         of a parameter, or several parameters. ``inputs``: the tensors of all (``optimizer_graph.Update``)."""
-        values, firsts = (
-            _values(self._names, self._slots, averages),
-            _values(self.spec.trained, self._first_slots, averages),
-        )
+        values = _values(self._names, self._slots, averages)
+        firsts = _values(self.spec.trained, self._first_slots, averages)
         placeholders = dict(zip(firsts, module.graph.find_nodes(op="placeholder"), strict=True))
         owner = {node: own for (_, own), node in placeholders.items() if own}
         for node in (n for n in module.graph.nodes if n.op == "call_function"):

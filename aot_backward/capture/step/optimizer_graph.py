@@ -156,9 +156,7 @@ def _in_place(graph: torch.fx.GraphModule, gradients: int) -> bool:
             n.meta["val"].dim() > 0 for n in node.all_input_nodes if n in dependent and n.op != "placeholder"
         ):
             tags = getattr(node.target, "tags", ())
-            if torch.Tag.pointwise not in tags and not _ALLOCATE_NOTHING.intersection(
-                {getattr(node.target, "_opname", "")}
-            ):
+            if torch.Tag.pointwise not in tags and getattr(node.target, "_opname", "") not in _ALLOCATE_NOTHING:
                 return False
         dependent.add(node)
     return True

@@ -1,5 +1,5 @@
-"""Places in the user's code, in the form of error messages: ``in forward of 'body.0' (model.py:12: if h.sum() >
-0:)``."""
+"""Places in the user's code, in the form of error messages:
+``in forward of 'body.0' (model.py:12: if h.sum() > 0:)``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aot_backward_runtime.errors import AotBackwardError, ExportError
 
 from .. import preserve
 
-# Below the standard library's folder
+# These are below the standard library's folder
 _INSTALLED = tuple(sysconfig.get_path(name) + "/" for name in ("purelib", "platlib"))
 _STANDARD = sysconfig.get_path("stdlib") + "/"
 _OURS = tuple(

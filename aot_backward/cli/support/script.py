@@ -1,5 +1,5 @@
-"""Run a user's script in this process and inside a context, as ``python train.py ARGS…`` or ``python -m package.module
-ARGS…`` would."""
+"""Run a user's script in this process and inside a context, as ``python train.py ARGS…`` or
+``python -m package.module ARGS…`` would."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def run_script(
                 raise
             except BaseException as error:
                 _drop_own_frames(error, set())
-                # From _find_module(): the module cannot be run
+                # An ImportError without a traceback is from _find_module(): the module cannot be run
                 if isinstance(error, ImportError) and error.__traceback__ is None:
                     raise click.ClickException(str(error)) from None
                 sys.excepthook(type(error), error, error.__traceback__)

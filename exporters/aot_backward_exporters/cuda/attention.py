@@ -68,8 +68,7 @@ def kernel_for(
 
 def replace(node: Node, values: dict[Node, Any], capability: tuple[int, int]) -> None:
     """Make the users of ``node``, the CPU's forward or backward, use the GPU's kernel; ``node`` and its own users lose
-    their users.
-    ``values``: the fake tensor of each existing node; new nodes are added."""
+    their users. ``values``: the fake tensor of each existing node; new nodes are added."""
     is_backward = node.target is BACKWARD
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     args = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

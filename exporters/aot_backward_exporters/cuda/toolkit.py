@@ -47,7 +47,7 @@ def toolkit() -> Iterator[None]:
         stack.enter_context(patched_items(os.environ, CUDA_HOME=str(cuda_home()), LIBRARY_PATH=os.pathsep.join(paths)))
         from torch.utils import cpp_extension
 
-        # Set at import, and not searched for again
+        # CUDA_HOME is set at import, and not searched for again
         stack.enter_context(patched(cpp_extension, CUDA_HOME=str(cuda_home())))
         yield
 

@@ -181,10 +181,8 @@ def _along(x: torch.Tensor, dim: int, matrix: torch.Tensor) -> torch.Tensor:
 
 def _windows_of(size: Any, output_size: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return (size, output_size): the share of each element in each window of adaptive pooling."""
-    index, position = (
-        torch.arange(output_size, dtype=torch.float64),
-        torch.arange(size, dtype=torch.float64).unsqueeze(1),
-    )
+    index = torch.arange(output_size, dtype=torch.float64)
+    position = torch.arange(size, dtype=torch.float64).unsqueeze(1)
     start, end = torch.floor(index * size / output_size), torch.ceil((index + 1) * size / output_size)
     return ((position >= start) & (position < end)).to(dtype) / (end - start).to(dtype)
 

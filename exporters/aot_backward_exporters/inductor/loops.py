@@ -48,7 +48,7 @@ def _as_loop(module: GraphModule, node: Node, number: int) -> None:
     states = [n.meta["val"] for n in output.args[0][: len(init)]]
 
     def prepared(*args: Any) -> list[torch.Tensor]:
-        # The ones traced here
+        # The sizes traced here
         sizes = {size.node.expr: size for value in args for size in value.shape if isinstance(size, torch.SymInt)}
         shapes = [
             [sizes.get(size.node.expr, size) if isinstance(size, torch.SymInt) else size for size in s.shape]
@@ -118,10 +118,8 @@ def _body(
     graph = Graph()
     *inputs, length = _start(graph, carried_inputs, additional_inputs, len(carried_inputs))
     counter, buffers, carry = inputs[0], inputs[1 : 1 + outs], inputs[1 + outs : len(carried_inputs)]
-    rows, others = (
-        inputs[len(carried_inputs) : len(carried_inputs) + len(flips)],
-        inputs[len(carried_inputs) + len(flips) :],
-    )
+    rows = inputs[len(carried_inputs) : len(carried_inputs) + len(flips)]
+    others = inputs[len(carried_inputs) + len(flips) :]
     step: Any = call(graph, aten._local_scalar_dense.default, counter)
     step.meta["unbacked_bindings"] = torch_api.compute_unbacked_bindings(
         counter.meta["val"].fake_mode.shape_env, step.meta["val"]

@@ -141,9 +141,9 @@ def scatters_to_one_place() -> contextlib.AbstractContextManager[None]:
 
 
 def masked_indices_checked() -> contextlib.AbstractContextManager[None]:
-    """Check an index that is one number, not a vector, wherever its mask holds. Inductor (torch 2.13) writes ``in
-    bounds | ~mask`` for a mask that is a bool of C++, whose ``~`` is never 0; and it takes a vector of masks to hold
-    only if all of it does."""
+    """Check an index that is one number, not a vector, wherever its mask holds. Inductor (torch 2.13) writes
+    ``in bounds | ~mask`` for a mask that is a bool of C++, whose ``~`` is never 0; and it takes a vector of masks to
+    hold only if all of it does."""
     kernel = torch_api.CppKernel
     original = kernel.indirect_assert
 

@@ -3,7 +3,8 @@
 Inductor (torch 2.13) writes an element-wise value into each loop that uses it. In ``cos(r)[:, None] * filters``, with
 32 filters an edge, the cosine is then computed again for each vector of filters, and as one number: vectors lie along
 the filters. Stored before, it is computed once an edge, in vectors of edges. Such values are the cutoff of a force
-field, which each layer and its gradient use, and the rotary embedding of a language model."""
+field, which each layer and its gradient use, and the rotary embedding of a language model.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ casts.
 
 Parameters, buffers and the numbers of an optimizer become placeholders after the graph's own; new values of in-place
 writes become results after the graph's own. Operators without a translation are decomposed, by
-:func:`.decompositions.table.ours` first, then by PyTorch's table.
-Operators that still lack one raise an error with their name.
+:func:`.decompositions.table.ours` first, then by PyTorch's table. Operators that still lack one raise an error with
+their name.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ class Names:
     """The names of the graph's inputs and outputs.
 
     ``inputs``: one for each of the graph's. ``constants``: weight key -> name; other constants are not inputs.
-    ``outputs``: name and
-    source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an optimizer's vector of
-    numbers, with ``numbers`` its elements. ``symbols``: "s0" -> "batch".
+    ``outputs``: name and source: ``result:I``, ``input:I`` or ``constant:KEY``. ``vector``: the weight key of an
+    optimizer's vector of numbers, with ``numbers`` its elements. ``symbols``: "s0" -> "batch".
     """
 
     inputs: tuple[str, ...]

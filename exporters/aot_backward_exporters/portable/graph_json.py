@@ -118,10 +118,8 @@ def graph_of(
         raise PackageError(f"the portable graph {name} and its library do not read the same weights: {mismatches[0]}")
     for result, output in zip(results, spec.outputs, strict=True):
         value = result.meta["val"] if isinstance(result, Node) else None
-        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != (
-            f"torch.{output.dtype}",
-            len(output.shape),
-        ):
+        expected = f"torch.{output.dtype}", len(output.shape)
+        if not isinstance(value, torch.Tensor) or (str(value.dtype), value.dim()) != expected:
             raise PackageError(
                 f"the portable graph {name} and its library disagree on the dtype or the dimensions of {output.name}"
             )
@@ -245,15 +243,13 @@ def _graph(
             # A body may return a single value
             node = graph.output(tuple(results) if isinstance(results, list) else results)
         else:
-            target, args, kwargs = (
-                _target(kind),
-                tuple(_read(parts[0], nodes)),
-                {_identifier(k): v for k, v in _read(parts[1], nodes).items()},
-            )
+            target = _target(kind)
+            args = tuple(_read(parts[0], nodes))
+            kwargs = {_identifier(k): v for k, v in _read(parts[1], nodes).items()}
             node = graph.create_node("call_function", target, args, kwargs, name=name)
             values = torch.fx.map_arg((args, kwargs), lambda m: m.meta["val"])
             node.meta["val"] = target(*values[0], **values[1])
-            # data-dependent sizes
+            # Data-dependent sizes
             if bindings := torch_api.compute_unbacked_bindings(fake_mode.shape_env, node.meta["val"]):
                 node.meta["unbacked_bindings"] = bindings
         if n in kernels:

@@ -2,8 +2,7 @@
 
 Gradients of embeddings, of ``x[index]``, ``index_select`` and ``index_add`` are ``index_put`` with ``accumulate=True``.
 For ``scatter_add`` with a constant index along the row, Inductor calls ``scatter_reduce``. Its kernel sorts the index
-and adds whole rows as vectors if a row has at least
-8 numbers.
+and adds whole rows as vectors if a row has at least 8 numbers.
 """
 
 from __future__ import annotations

@@ -28,10 +28,8 @@ VECTOR = 16
 _MAX_KEY_NUMBERS = 256
 """Maximum numbers in a head's keys if forward and backward are separate graphs: the backward computes the softmax
 again. Module's backwards took 0.82 with 96 numbers, 0.85 with 128, 1.01 with 256, 1.06 with 384."""
-_FORWARD, _BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _FACTORS = ("grad_out", "query", "key", "value")
 """Operands of several batched products. Each product would copy a non-contiguous one."""
 

@@ -1,9 +1,8 @@
 """``tanh`` of 32-bit and 16-bit floats on a CPU, by ``exp`` and a polynomial.
 
 Inductor calls Sleef's ``tanh``: its double-length arithmetic takes 2.7 ns a number on one thread with AVX2; eager calls
-MKL's (0.3 ns).
-Written out it takes 1.0 ns within the surrounding loop, with similar accuracy: at most 1.05 units in the last place
-from the true value (Sleef's 1.0, MKL's 0.6). It is odd, and never more than 1.
+MKL's (0.3 ns). Written out it takes 1.0 ns within the surrounding loop, with similar accuracy: at most 1.05 units in
+the last place from the true value (Sleef's 1.0, MKL's 0.6). It is odd, and never more than 1.
 """
 
 from __future__ import annotations

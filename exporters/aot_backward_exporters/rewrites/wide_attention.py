@@ -21,10 +21,8 @@ MAX_KEY_NUMBERS = 8192
 bfloat16, with one thread and two on Zen 4: 64 keys of 64 numbers 0.29 and 0.43, 128 of 64 0.45 and 0.57, 256 of 32 0.73
 and 0.78, 256 of 64 0.89 and 1.04, 192 of 128 1.32 and 1.51. A forward gains nothing. In float16 a backward takes 0.08
 to 0.30 with 37 to 2,048 keys, a forward 0.32 to 0.70."""
-_FORWARD, _BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def in_float32(module: GraphModule, fake_mode: Any) -> None:

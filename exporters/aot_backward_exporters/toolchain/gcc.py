@@ -87,7 +87,7 @@ def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[l
             original(self)
             return
         command = _parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}"))
-        # This is assembler, for which wasm.py has C++
+        # weights.S is assembler, for which wasm.py has C++
         if machine != wasm.MACHINE or "weights.S" not in command.sources:
             commands.append(_for_machine(command, machine))
         target.touch()
@@ -330,9 +330,8 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
         "torch": str,
     }
     text = texts[part]()
-    if command.machine == aarch64.MACHINE and part in (
-        added := {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}
-    ):
+    added = {"kernel.h": aarch64.kernel_header, "interface": aarch64.source}
+    if command.machine == aarch64.MACHINE and part in added:
         text = added[part](text)
     key = digest(
         [part, text, Path(cpp_source.__file__).read_text(), _versions(command), *command.compiler[1:], *command.flags]

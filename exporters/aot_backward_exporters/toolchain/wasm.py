@@ -53,7 +53,7 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
     """Return the wrapper, with the C interface of the library behind it, and the kernels of one graph. Every name that
     another graph may have too begins with a digest of the graph."""
     interface = _TEXT.read_text()
-    # Returned to the caller, so that the C++ library's streams are not needed
+    # The error is returned to the caller, so that the C++ library's streams are not needed
     if "g_aoti_last_error = e.what();" in interface:
         interface = _PRINTED.sub("", interface)
     names = {

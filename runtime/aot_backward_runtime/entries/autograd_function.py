@@ -239,10 +239,8 @@ def _differentiable_gradients(
     tensors = [*inputs, *variant.materialized(grad_outputs, call.matched.sizes)]
     flat, sizes, _ = double.contract.fit(tensors)
     targets = [(f"input:{i}", t) for i, t in enumerate(tensors) if t.requires_grad] + parameters
-    matched, second_derivative = (
-        MatchedCall(double, tensors, flat, sizes),
-        double.differentiated([t for t, _ in targets]),
-    )
+    matched = MatchedCall(double, tensors, flat, sizes)
+    second_derivative = double.differentiated([t for t, _ in targets])
     double_call = DifferentiableCall(matched, second_derivative, call.binding, call.current)
     with _generators_at(call.random, double):
         results = apply(double_call, [source for _, source in targets])

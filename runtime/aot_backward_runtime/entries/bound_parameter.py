@@ -19,8 +19,8 @@ class BoundParameter(nn.Parameter):
     """A parameter or buffer of a gradient function or a training step. The next call sees values written into it, binds
     it again if it was given other memory, and runs the hooks on its gradient.
 
-    The properties intercept every way to register hooks in torch (``p.register_hook``, ``torch.Tensor.register_hook(p,
-    …)``). The owner's weak reference makes ``torch.utils.swap_tensors`` refuse.
+    The properties intercept every way to register hooks in torch (``p.register_hook``,
+    ``torch.Tensor.register_hook(p, …)``). The owner's weak reference makes ``torch.utils.swap_tensors`` refuse.
     """
 
     _touched: list[bool]

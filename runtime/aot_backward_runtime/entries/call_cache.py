@@ -36,13 +36,11 @@ class CachedCall:
     ):
         """``held``: the entry's state. ``written``: the memory that the call writes, if any."""
         self.runnable = runnable
-        self._variant, self._sizes, self._types, self._held, self._written = (
-            matched.variant,
-            matched.sizes,
-            entry.types,
-            held,
-            written,
-        )
+        self._variant = matched.variant
+        self._sizes = matched.sizes
+        self._types = entry.types
+        self._held = held
+        self._written = written
         self.writes = [held[i] for i in runnable.writes]
         """The tensors of the state that the call writes."""
         self._index = entry.index

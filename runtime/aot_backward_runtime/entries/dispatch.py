@@ -52,14 +52,12 @@ class Entry:
         reopen: Callable[[], Any] | None = None,
     ):
         """``reopen``: a function that can be pickled and loads the entry again from its file."""
-        self.name, self.spec, self.state, self.types, self.device, self.reopen = (
-            name,
-            spec,
-            state,
-            types,
-            device,
-            reopen,
-        )
+        self.name = name
+        self.spec = spec
+        self.state = state
+        self.types = types
+        self.device = device
+        self.reopen = reopen
         self.libraries = libraries
         self.variants = [Variant(v, libraries, device) for v in spec.variants]
         by_mode: dict[str, set[frozenset[str]]] = {}

@@ -42,9 +42,9 @@ class LoadedGrad(LoadedCallable):
             **kwargs: Its keyword arguments.
 
         Returns:
-            The pair of value and gradients. The value is the function's result, detached: a 0-d tensor, or ``(loss,
-            aux)`` with ``has_aux``. The gradients are one tensor if ``wrt`` is one name, else a dict by name. A
-            gradient has the shape and dtype of its tensor, and is None if eager's is.
+            The pair of value and gradients. The value is the function's result, detached: a 0-d tensor, or
+            ``(loss, aux)`` with ``has_aux``. The gradients are one tensor if ``wrt`` is one name, else a dict by name.
+            A gradient has the shape and dtype of its tensor, and is None if eager's is.
 
         Raises:
             InputError: An argument does not fit; nothing was run.
@@ -81,9 +81,8 @@ class LoadedGrad(LoadedCallable):
         if call.remember(matched, args):
             self._last = call
         value, gradients = call.finish(results, matched.given)
-        return value, self._hooked(gradients, matched) if hooks or any(
-            t.requires_grad for t in matched.given
-        ) else gradients
+        hooked = hooks or any(t.requires_grad for t in matched.given)
+        return value, self._hooked(gradients, matched) if hooked else gradients
 
     def _hooked(self, gradients: Any, matched: MatchedCall) -> Any:
         """Return ``gradients`` after running the hooks on the differentiated tensors."""

@@ -50,10 +50,8 @@ def differences(exported: tuple[LayerSpec, ...], module: nn.Module) -> Iterator[
     """Yield the differences between ``module`` and the exported one: whether each surely changes results, and a text.
     Layers that are new, gone, of another class or with a replaced forward are sure, and so are settings of PyTorch's
     layers. Attributes and source of other classes may differ harmlessly."""
-    old_layers, new_layers = (
-        {layer.name: layer for layer in exported},
-        {layer.name: layer for layer in layers_of(module)},
-    )
+    old_layers = {layer.name: layer for layer in exported}
+    new_layers = {layer.name: layer for layer in layers_of(module)}
     for name in {**old_layers, **new_layers}:
         where = name or "the module"
         if name not in new_layers or name not in old_layers:

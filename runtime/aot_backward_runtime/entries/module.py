@@ -64,7 +64,8 @@ class LoadedModule(nn.Module):
         Raises:
             InputError: An argument does not fit; nothing was run.
             GradientError: A tensor requires a gradient that was not exported, or a derivative is asked for that the
-            package does not have. WeightsError: A parameter or buffer was given another shape, dtype or device.
+                package does not have.
+            WeightsError: A parameter or buffer was given another shape, dtype or device.
             ExecutionError: Native code failed, for example because of an index out of range.
         """
         return call_entry(self._aot_entry, self._aot_current(), "train" if self.training else "eval", args, kwargs)

@@ -93,13 +93,11 @@ class _KnownSources:
         state: list[int],
         inputs: list[int],
     ):
-        self.binding, self.sizes, self.differentiated, self.state, self.inputs = (
-            binding,
-            sizes,
-            differentiated,
-            state,
-            inputs,
-        )
+        self.binding = binding
+        self.sizes = sizes
+        self.differentiated = differentiated
+        self.state = state
+        self.inputs = inputs
 
 
 def _differentiated(

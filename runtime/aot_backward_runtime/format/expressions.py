@@ -1,8 +1,8 @@
 """Sizes and guards as text, e.g. ``2*s0 + 1`` or ``s0 % 4 == 0``, and their evaluation.
 
-The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons, ``and or
-not``, ``max`` and ``min``. It is parsed with :mod:`ast` against a list of allowed nodes, so text from a package can
-compute but has no side effects.
+The language is the integer arithmetic of Python: integer literals, symbols, ``+ - * // %``, comparisons,
+``and or not``, ``max`` and ``min``. It is parsed with :mod:`ast` against a list of allowed nodes, so text from a
+package can compute but has no side effects.
 """
 
 from __future__ import annotations

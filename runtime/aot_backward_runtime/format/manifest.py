@@ -1,16 +1,15 @@
 """The schema of a package's ``manifest.json``, as frozen dataclasses. ``manifest_json.py`` reads and writes them.
 
 ``docs/format.md`` states the format in prose. Rules: a field without a default must be present and have its type. A
-later 1.y may add fields:
-a reader ignores unknown fields of a version later than its own, unless ``required_features`` names a feature it does
-not know.
+later 1.y may add fields: a reader ignores unknown fields of a version later than its own, unless ``required_features``
+names a feature it does not know.
 
 Changes (newest first):
     1.17 2026-11-29  ``EntrySpec.standalones``; targets for aarch64
     1.16 2026-11-28  ``Manifest.metadata`` and ``EntrySpec.metadata``; entries of kind "function"; names of outputs
     1.15 2026-11-28  the manifest ends with its own SHA-256; unknown fields are refused
     1.14 2026-11-27  ``EntrySpec.layers``; ``EntrySpec.source`` of 1.12 and ``Speed.choices`` of 1.9 are no longer
-    written, and ignored
+                     written, and ignored
     1.13 2026-11-25  ``EntrySpec.clippings`` of a replay entry
     1.12 2026-11-24  ``EntrySpec.source``: modules of a recorded script
     1.11 2026-11-24  ``EntrySpec.updates`` of a replay entry
@@ -21,11 +20,11 @@ Changes (newest first):
     1.6  2026-11-23  no change of the manifest: sketches and digests among the stored examples
     1.5  2026-11-22  ``Manifest.operators``: the modules that register operators missing from PyTorch
     1.4  2026-11-21  several targets: ``Manifest.targets``, ``Target.name``, ``LibrarySpec.builds``, ``verdicts``;
-    ``LibrarySpec.graph``
+                     ``LibrarySpec.graph``
     1.3  2026-11-21  ``VariantSpec.double``, ``gives``, ``random``, ``unreached`` and ``set_apart``; ``Plan.consumes``
-    (feature "consumes")
+                     (feature "consumes")
     1.2  2026-11-21  entries of kind "step": ``EntrySpec.step``, ``VariantSpec.step`` and ``accumulate``;
-    ``WeightSpec.fill`` (feature "fill")
+                     ``WeightSpec.fill`` (feature "fill")
     1.1  2026-11-21  entries of kind "replay": ``EntrySpec.structures``
     1.0  2026-11-21  first version
 """
@@ -87,8 +86,8 @@ class Tree:
 
 @dataclass(frozen=True)
 class SymbolSpec:
-    """A dynamic dimension. Dimension ``dim`` of flat input ``input`` determines its value: ``size = scale * symbol +
-    offset``.
+    """A dynamic dimension. Dimension ``dim`` of flat input ``input`` determines its value:
+    ``size = scale * symbol + offset``.
 
     In a ``replay`` entry ``input`` may be -1: then ``size`` is the pass's size number ``dim``."""
 
@@ -104,11 +103,10 @@ class SymbolSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One native call. ``operands`` names its inputs, in the library's order:
-    ``input:I`` is a flat input, ``saved:I`` the variant's I-th saved tensor, ``cotangent:I`` the variant's I-th
-    incoming gradient.
-    ``size:E`` is an empty tensor of shape ``(E, 0)`` that carries the size ``E`` (an expression) into the graph.
-    Results come back in the library's order. A plan refers to them as ``result:I``."""
+    """One native call. ``operands`` names its inputs, in the library's order: ``input:I`` is a flat input, ``saved:I``
+    the variant's I-th saved tensor, ``cotangent:I`` the variant's I-th incoming gradient. ``size:E`` is an empty tensor
+    of shape ``(E, 0)`` that carries the size ``E`` (an expression) into the graph. Results come back in the library's
+    order. A plan refers to them as ``result:I``."""
 
     library: str
     operands: tuple[str, ...]

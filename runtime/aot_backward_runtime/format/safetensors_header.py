@@ -30,7 +30,7 @@ DTYPES = {
 }  # fmt: skip
 """PyTorch's name of a dtype, and the format's. ``complex128``, which the format lacks, is stored as F64 with a last
 dimension of 2."""
-# Else 1
+# Of an element; 1 in every other format
 BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 

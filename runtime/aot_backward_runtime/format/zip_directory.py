@@ -136,18 +136,11 @@ class _Directory:
             )
         magic, rest, _, _, disk, first, here64, count64, length64, start64 = _END64.unpack(self.at(end, _END64.size))
         _, disk_of, offset, disks = _LOCATOR.unpack(self.at(end + _END64.size, _LOCATOR.size))
-        if (magic, rest, offset, here64) != (_END64_MAGIC, _END64.size - 12, end, count64) or (
-            disk,
-            first,
-            disk_of,
-            disks,
-        ) != (0, 0, 0, 1):
+        fits = (magic, rest, offset, here64) == (_END64_MAGIC, _END64.size - 12, end, count64)
+        if not fits or (disk, first, disk_of, disks) != (0, 0, 0, 1):
             raise self.wrong("its zip64 end record is invalid")
-        if (count, length, start) != (
-            min(count64, 0xFFFF),
-            min(length64, _WIDE),
-            min(start64, _WIDE),
-        ) or start64 + length64 != end:
+        narrow = min(count64, 0xFFFF), min(length64, _WIDE), min(start64, _WIDE)
+        if (count, length, start) != narrow or start64 + length64 != end:
             raise self.wrong("its two end records disagree")
         return count64, start64, length64
 

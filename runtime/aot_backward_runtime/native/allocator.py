@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _MIN_KEPT_BYTES = 1 << 20  # of fresh memory in a call; keeping smaller sizes made no measurable difference
-# That an export returns to the system at once: large models' gradients are a few megabytes
+# An export returns freed blocks of this size to the system at once: large models' gradients are a few megabytes
 _MIN_FREED_BLOCK_BYTES = 1 << 20
 _LARGE_MODEL = 1 << 26  # bytes of weights from which an export returns freed blocks at once; a guess
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # constants of malloc.h

@@ -2,11 +2,10 @@
 
 A CUDA graph is a list of launches at fixed addresses that one call replays. Parameters, buffers and optimizer state are
 read in place. Each other input has a static copy, which a call fills. Outputs are static too: the caller gets copies,
-because the next replay overwrites them.
-A forward that awaits its backward leaves its saved tensors in its graph's memory pool, without a copy, and is not
-replayed until the backward has read them. Its graph shares that pool only with its backward, because graphs of one pool
-overwrite each other's outputs. All other graphs of a package share one pool. This is sound because no two run at once,
-and their outputs are copied before the next replay.
+because the next replay overwrites them. A forward that awaits its backward leaves its saved tensors in its graph's
+memory pool, without a copy, and is not replayed until the backward has read them. Its graph shares that pool only with
+its backward, because graphs of one pool overwrite each other's outputs. All other graphs of a package share one pool.
+This is sound because no two run at once, and their outputs are copied before the next replay.
 
 The first call at a list of shapes runs without a graph (it loads kernels and makes workspaces); the second is captured.
 Calls that cannot be captured run without a graph; :class:`GraphReport` counts them by reason.

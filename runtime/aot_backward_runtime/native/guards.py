@@ -159,11 +159,9 @@ class Fast:
             tensor = tensors[0]
             pointers, sizes, offsets = [tensor.data_ptr()], [len(tensor.untyped_storage())], [tensor.storage_offset()]
         else:
-            pointers, sizes, offsets = (
-                list(map(_data_ptr, tensors)),
-                list(map(len, map(_storage, tensors))),
-                list(map(_offset, tensors)),
-            )
+            pointers = list(map(_data_ptr, tensors))
+            sizes = list(map(len, map(_storage, tensors)))
+            offsets = list(map(_offset, tensors))
         last_seen = self._seen
         if sizes != last_seen[1] or offsets != last_seen[2]:
             for tensor, size, offset, needed in zip(tensors, sizes, offsets, self._needed, strict=True):

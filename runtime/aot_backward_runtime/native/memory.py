@@ -65,8 +65,8 @@ class Ranges:
 
     def apart_from(self, addresses: Sequence[int], extents: Sequence[int]) -> bool:
         """Return whether no tensor overlaps the memory of ``extents`` bytes at ``addresses``; it may be False for one
-        of 0 bytes.
-        The tensors must not :meth:`overlap` each other. There is no Python loop: it takes about 0.3 µs an address."""
+        of 0 bytes. The tensors must not :meth:`overlap` each other. There is no Python loop: it takes about 0.3 µs an
+        address."""
         places = list(map(bisect_right, repeat(self._starts), addresses))
         begin_behind = all(map(le, map(self._ends_before.__getitem__, places), addresses))
         return begin_behind and all(map(le, map(add, addresses, extents), map(self._starts_after.__getitem__, places)))
@@ -90,8 +90,7 @@ class Ranges:
 
 def are_apart(addresses: Sequence[int], extents: Sequence[int]) -> bool:
     """Return whether no two memory ranges overlap: with starts and ends sorted separately, each end must not exceed the
-    next start.
-    It is as fast as :meth:`Ranges.apart_from`."""
+    next start. It is as fast as :meth:`Ranges.apart_from`."""
     return all(map(le, sorted(map(add, addresses, extents)), islice(sorted(addresses), 1, None)))
 
 

@@ -1,7 +1,8 @@
 """Flatten nested arguments to tensors, and unflatten results, by a package's :class:`Tree`.
 
 This does not use torch's pytree: a package names types but must not import them, and arguments are compared with the
-exported ones leaf by leaf."""
+exported ones leaf by leaf.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 No other process can change tensors that were read. 500 MB take 0.4 s of processor time to read and 0.004 s to map. But
 mapped pages cost time when they are touched: 0.08 s to read them all, 0.4 s to write to them, as an optimizer does. So
 mapping pays if processes only read, and share the pages. If the mapped file is truncated, a signal ends the process.
-The mapping is private: a write copies the page it touches and never reaches the file."""
+The mapping is private: a write copies the page it touches and never reaches the file.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,7 @@ def all_weights(
     archive: Archive, path: object, weights: Mapping[str, torch.Tensor] | None = None, mapped: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return every weight of the package at ``path`` by key: from ``weights``, else as stored, else filled with the
-    manifest's number.
-    Weights that are not given are on the CPU.
+    manifest's number. Weights that are not given are on the CPU.
 
     Raise :class:`WeightsError` with the key if a given weight does not fit or one is missing."""
     specs = archive.manifest.weights

@@ -69,8 +69,8 @@ class Archive:
     @property
     def settled(self) -> bool:
         """True if the last write is old enough that another one would change :attr:`identity`: time stamps advance in
-        steps, of up to
-        10 ms on local file systems and of seconds on some others. False if the file has changed since it was opened."""
+        steps, of up to 10 ms on local file systems and of seconds on some others. False if the file has changed since
+        it was opened."""
         return (
             self.unchanged and max(self._status.st_mtime_ns, self._status.st_ctime_ns) < time.time_ns() - 2_000_000_000
         )
@@ -79,11 +79,8 @@ class Archive:
     def unchanged(self) -> bool:
         """True if the file has not been written to since it was opened, as far as its metadata show."""
         now = os.fstat(self._fd)
-        return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
-            self._status.st_size,
-            self._status.st_mtime_ns,
-            self._status.st_ctime_ns,
-        )
+        was = self._status
+        return (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (was.st_size, was.st_mtime_ns, was.st_ctime_ns)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise AotBackwardError(
@@ -226,8 +223,8 @@ def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) ->
     """Open a package and check its structure and manifest. Digests of members are checked when they are read.
 
     ``admit``: must accept its bytes before its manifest is parsed
-    (:func:`aot_backward_runtime.package.signature_policy.admission`).
-    Raise :class:`PackageError` with the path and the member."""
+    (:func:`aot_backward_runtime.package.signature_policy.admission`). Raise :class:`PackageError` with the path and the
+    member."""
     path = Path(path)
     try:
         # Without O_NONBLOCK, opening a named pipe waits for a writer.

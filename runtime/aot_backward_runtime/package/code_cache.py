@@ -1,10 +1,10 @@
 """The folder for extracted native code: private, addressed by content, shared by the processes of one user.
 
 The folder is ``$AOT_BACKWARD_CACHE``, else ``~/.cache/aot-backward``, else (if that is unusable) a temporary folder of
-this
-process. It may be deleted at any time. Its files are hashed before each use. Between that and ``dlopen`` only this user
-can change them: every level of the folder is owned by this user and writable only by this user. Nobody else can replace
-the folder: every folder above belongs to this user or to root, and is writable only by its owner, or sticky like /tmp.
+this process. It may be deleted at any time. Its files are hashed before each use. Between that and ``dlopen`` only this
+user can change them: every level of the folder is owned by this user and writable only by this user. Nobody else can
+replace the folder: every folder above belongs to this user or to root, and is writable only by its owner, or sticky
+like /tmp.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ imports this module.
 
 A signature has the library's format: a Sigstore bundle (JSON) around an in-toto statement that names one resource,
 ``.``, with the SHA-256 of the package's bytes. The library's command line can also check and make them. The folder and
-name of the package are not compared.
-Errors are ValueErrors with messages that continue the name of the faulty file.
+name of the package are not compared. Errors are ValueErrors with messages that continue the name of the faulty file.
 """
 
 from __future__ import annotations
@@ -198,8 +197,7 @@ def _public(key: object) -> PublicKey:
 @contextlib.contextmanager
 def _handed(data: bytes) -> Iterator[Path]:
     """Yield a path at which the library reads exactly ``data``: the library takes paths, and files may change between
-    two reads.
-    Nothing is written to disk, which matters for private keys."""
+    two reads. Nothing is written to disk, which matters for private keys."""
     with os.fdopen(os.memfd_create("aot-backward"), "w+b") as file:
         file.write(data)
         file.flush()

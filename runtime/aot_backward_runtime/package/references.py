@@ -371,9 +371,8 @@ class _Entry:
         _check_sizes("a size", spec.sizes, symbols)
         _check_sizes("a guard", spec.guards, symbols)
         _count("verdicts", spec.verdicts, self.manifest.targets, "the further targets")
-        if sorted(n for s in spec.segments for n in s.ops) != list(
-            range(structure.operations if structure.operations < 1 << 20 else 0)
-        ):
+        operations = structure.operations if structure.operations < 1 << 20 else 0
+        if sorted(n for s in spec.segments for n in s.ops) != list(range(operations)):
             raise PackageError(f"its segments: expected each of its {structure.operations} operations once, got others")
         values = set[int]()
         for segment in spec.segments:

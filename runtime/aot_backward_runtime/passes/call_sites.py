@@ -2,7 +2,8 @@
 
 The structure of a pass is known only after the engine has walked it, and then it is too late for eager. But a call site
 of ``backward`` nearly always has the same structure. After three unserved passes from one, further ones run in eager at
-once; the engine still walks about one in 64."""
+once; the engine still walks about one in 64.
+"""
 
 from __future__ import annotations
 

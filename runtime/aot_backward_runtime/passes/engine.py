@@ -36,8 +36,7 @@ _LEFT_BEHIND = 1024  # walks of the engine that ended without a program
 _LEFT_NODES = 40_000  # ... or this many nodes of such walks (19 MB), but
 _LEFT_LEAST = 64  # never fewer walks than this, because bound structures must then be bound again
 """After these the engine's cache is emptied. It keeps an entry for each node that it walks, even if the pass then runs
-in eager:
-470 bytes a node (torch 2.13). It compares the successors of a node one by one, because its hash ignores their
+in eager: 470 bytes a node (torch 2.13). It compares the successors of a node one by one, because its hash ignores their
 constants."""
 UNSERVED = 1000
 """Unserved passes in a row after which a replay takes its hook out of the engine. Looking up the call site of a pass

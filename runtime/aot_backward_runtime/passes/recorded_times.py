@@ -9,12 +9,9 @@ from ..format.manifest import Speed
 AROUND, SLOWER = 40.0, 1.1
 """Microseconds, and factor, by which a compiled pass must be faster than eager to be kept. Replays of eleven models
 (backward passes of 80 to 350 µs) cost a whole script step 17 to 103 µs more than predicted here, 34 in the median. Half
-of it is the forward after the pass:
-a replay's code evicts the script's own code from the processor's caches. The rest is that eager is slower while it is
-recorded:
-convolutions of 540 µs with a predicted gain of 55 lost 10; an embedding with an MLP of 2,000 µs with a predicted gain
-of 142 lost 100.
-With a factor of 1.05 the last of these was kept."""
+of it is the forward after the pass: a replay's code evicts the script's own code from the processor's caches. The rest
+is that eager is slower while it is recorded: convolutions of 540 µs with a predicted gain of 55 lost 10; an embedding
+with an MLP of 2,000 µs with a predicted gain of 142 lost 100. With a factor of 1.05 the last of these was kept."""
 
 
 def is_served(speed: Speed | None) -> bool:

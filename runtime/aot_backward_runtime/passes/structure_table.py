@@ -22,9 +22,8 @@ MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Their tapes are kept: 1 to 4 kB a node."""
 _SMALL_STRUCTURE = 32
 """In a replay a structure counts once of :data:`MAX_STRUCTURES` for every so many nodes. Recording and interpreting a
-pass takes about
-0.25 ms a node, eager 0.01. So a script with a new structure in each pass loses a second by default (128 passes of 700
-nodes would lose 20)."""
+pass takes about 0.25 ms a node, eager 0.01. So a script with a new structure in each pass loses a second by default
+(128 passes of 700 nodes would lose 20)."""
 
 
 class StructureTable:

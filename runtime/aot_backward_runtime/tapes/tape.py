@@ -103,7 +103,8 @@ class Tape:
     ``backward()``.
 
     ``inputs``, ``sizes``, ``hooks``, ``packed``: the number of slots of each kind. ``scalars``: their types. ``nodes``:
-    the autograd nodes' names."""
+    the autograd nodes' names.
+    """
 
     ops: tuple[Op, ...]
     outputs: tuple[Any, ...]

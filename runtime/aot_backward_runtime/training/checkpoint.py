@@ -3,15 +3,13 @@
 It is an ordinary safetensors file, so other programs can read its tensors. The training state's other data is in the
 header's ``__metadata__``. Every value there is a string:
 
-===============
-=====================================================================================================================
+===============  =======================================================================================================
 ``format``       ``aot-backward state``
 ``version``      ``1``
 ``sha256``       of the whole file, with zeros in place of these 64 digits: header and data are one undamaged state
-``complex128``   names, as a JSON list, of tensors stored as F64 with a last dimension of 2, because safetensors lacks
-their dtype ``about``        a JSON object, nested at most 64 deep, no key twice; NaN and infinities are written as
-Python does ===============
-=====================================================================================================================
+``complex128``   names, as a JSON list, of tensors stored as F64 with a last dimension of 2, which safetensors lacks
+``about``        a JSON object, nested at most 64 deep, no key twice; NaN and infinities are written as Python does
+===============  =======================================================================================================
 
 Versions (newest first):
     1  2026-11-21  first

@@ -111,7 +111,8 @@ class Collectives:
         broadcast_buffers.
 
         They must have the same sizes, dtypes and order on all ranks. They are sent as bytes, whatever their dtypes, in
-        one broadcast per device."""
+        one broadcast per device.
+        """
         with torch.no_grad():
             for device in dict.fromkeys(t.device for t in tensors):
                 for chunk in _chunks([t for t in tensors if t.device == device]):

@@ -1,5 +1,5 @@
-"""A training state as the dicts of eager training: ``{"module": net.state_dict(), "optimizer":
-optimizer.state_dict()}``, and counters."""
+"""A training state as the dicts of eager training:
+``{"module": net.state_dict(), "optimizer": optimizer.state_dict()}``, and counters."""
 
 from __future__ import annotations
 
@@ -106,9 +106,8 @@ def _averages_from(own: TrainingState, state: Mapping[str, Any]) -> Copies:
         return []
     ema = state.get("ema")
     if ema is None:
-        return [(tensor, state["module"][name]) for name, tensor in own.averages.items()] + [
-            (own.averaged, torch.zeros(()))
-        ]
+        averages = [(tensor, state["module"][name]) for name, tensor in own.averages.items()]
+        return [*averages, (own.averaged, torch.zeros(()))]
     needed = {AVERAGED: own.averaged, **{f"module.{n}": t for n, t in own.averages.items()}}
     return matching("ema", needed, {n: ema[n] for n in needed if n in ema} if isinstance(ema, Mapping) else ema)
 

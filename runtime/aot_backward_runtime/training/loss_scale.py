@@ -26,8 +26,8 @@ class LossScale:
         backoff_factor: The scale is multiplied by it after a skipped update. You may set it to a positive number; 0.5
             at first.
         growth_factor: The scale is multiplied by it after ``growth_interval`` updates in a row. You may set it to a
-        positive number; 2 at first. growth_interval: The number of these updates. You may set it to a positive int;
-        2000 at first.
+            positive number; 2 at first.
+        growth_interval: The number of these updates. You may set it to a positive int; 2000 at first.
 
     Examples:
         >>> step = load("scaled.pt2").step()

@@ -47,7 +47,8 @@ class LoadedStep(torch.optim.Optimizer):
 
     Attributes:
         grad_norm: The norm of the gradients in the last update, before clipping, a 0-d tensor; None without
-        ``clip_norm`` or before an update. defaults: The optimizer's default options.
+            ``clip_norm`` or before an update.
+        defaults: The optimizer's default options.
 
     Examples:
         >>> step = load("step.pt2").step()
@@ -121,7 +122,8 @@ class LoadedStep(torch.optim.Optimizer):
         Args:
             *args: The exported module's arguments and, with a ``loss_fn``, its target as the last.
             update: Whether to update. ``update=False`` only adds up gradients (``accumulate=True`` at export); the next
-            update uses them all. **kwargs: The module's keyword arguments.
+                update uses them all.
+            **kwargs: The module's keyword arguments.
 
         Returns:
             The loss, a 0-d tensor, detached; or all results of the module, the loss first.
@@ -453,8 +455,8 @@ class LoadedStep(torch.optim.Optimizer):
 
     @property
     def ema(self) -> float | None:
-        """The decay of the averages; None without them. You may set it, for example to ``min(0.999, (1 + step.count) /
-        (10 + step.count))``. It is not part of the saved state."""
+        """The decay of the averages; None without them. You may set it, for example to
+        ``min(0.999, (1 + step.count) / (10 + step.count))``. It is not part of the saved state."""
         return self._state.decay
 
     @ema.setter

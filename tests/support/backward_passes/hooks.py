@@ -123,9 +123,9 @@ def hooks_of_accumulation_nodes() -> Step:
     node = w.expand_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     log: list[object] = []
     node.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
-    node.register_hook(
+    node.register_hook(  # type: ignore[union-attr]
         lambda gi, go: log.append(f"post {sums(gi)} {sums(go)} {None if w.grad is None else sums([w.grad])}")
-    )  # type: ignore[union-attr]
+    )
 
     def step(i: int) -> Seen:
         log.clear()

@@ -108,6 +108,6 @@ WAYS: dict[str, Way] = {
     "ours": Way(_write_ours, _load_ours),
     "torch.compile aot_compile": Way(_write_compiled, _load_compiled),
 }
-# Torch 2.15; the one of 2.14 has a different interface
+# torch 2.15; the one of 2.14 has a different interface
 if hasattr(getattr(torch.compiler, "precompile", None), "capture"):
     WAYS["torch.compiler.precompile"] = Way(_write_precompiled, _load_precompiled)

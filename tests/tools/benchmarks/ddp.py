@@ -110,10 +110,8 @@ def _rank(spec: dict[str, Any]) -> dict[str, Any]:
 
     _, batches = training.make(spec["model"], ROWS)
     turns = itertools.cycle(batches)
-    step, alone = (
-        aot_backward_runtime.load(spec["package"]).step().distribute(),
-        aot_backward_runtime.load(spec["package"]).step(),
-    )
+    step = aot_backward_runtime.load(spec["package"]).step().distribute()
+    alone = aot_backward_runtime.load(spec["package"]).step()
     replicas = step._replicas
     assert replicas is not None
     calls: dict[str, Callable[[], Any]] = {

@@ -2,7 +2,8 @@
 
 C and Python use both backends of the C library. Start: a whole fresh process with a gradient function of a small MLP.
 Calls: gradient functions and steps of the models of ``doors`` at their stored example. Each backend has its own
-process; they take turns; the figure is the median of medians."""
+process; they take turns; the figure is the median of medians.
+"""
 
 from __future__ import annotations
 

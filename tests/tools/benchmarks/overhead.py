@@ -2,9 +2,8 @@
 in turn.
 
 ``passed``: N tensors of four elements go in, the gradient of one comes back. ``returned``: N go in, N gradients come
-back in a dict.
-``bound``: one tensor goes in, N parameters are bound. The runner is torch's; it opens the library from the package. Its
-constants are bound as docs/format.md describes.
+back in a dict. ``bound``: one tensor goes in, N parameters are bound. The runner is torch's; it opens the library from
+the package. Its constants are bound as docs/format.md describes.
 """
 
 from __future__ import annotations

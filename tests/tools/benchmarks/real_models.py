@@ -43,11 +43,9 @@ class _Autocast(nn.Module):
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU]) -> None:
         super().__init__()
-        self.words, self.layers, self.head = (
-            nn.Embedding(2000, 128),
-            kind(128, 256, 2, batch_first=True),
-            nn.Linear(256, CLASSES),
-        )
+        self.words = nn.Embedding(2000, 128)
+        self.layers = kind(128, 256, 2, batch_first=True)
+        self.head = nn.Linear(256, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.layers(self.words(x))[0][:, -1])

@@ -4,7 +4,8 @@ native code without guards.
 The native code comes from the exported module and the recorded optimizer steps. A replay that leaves the loss and
 ``backward()`` to the script cannot be faster. The module's call keeps PyTorch's part: an ``autograd.Function`` that
 takes the parameters and saves the tensors that its backward reads. It checks nothing: no arguments, no parameters, no
-gradients, no state, no hooks, no modes. Its output has the same form as that of ``unmodified.py``."""
+gradients, no state, no hooks, no modes. Its output has the same form as that of ``unmodified.py``.
+"""
 
 from __future__ import annotations
 

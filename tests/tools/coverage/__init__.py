@@ -1,2 +1,2 @@
-"""Operator coverage: every differentiable operator of torch's test databases, compared with eager. ``python -m
-tests.tools.coverage``."""
+"""Operator coverage: every differentiable operator of torch's test databases, compared with eager.
+``python -m tests.tools.coverage``."""

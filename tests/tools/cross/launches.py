@@ -49,9 +49,8 @@ class Launch:
 def launches(wrapper: str) -> list[Launch]:
     """Return the launches in the C++ that Inductor generates. One function launches each kernel."""
     found = []
-    for function in re.split(
-        r"^static (?:inline|__attribute__\(\(noinline\)\)) void (?=call_)", wrapper, flags=re.MULTILINE
-    )[1:]:
+    start = r"^static (?:inline|__attribute__\(\(noinline\)\)) void (?=call_)"
+    for function in re.split(start, wrapper, flags=re.MULTILINE)[1:]:
         code = re.sub(r"/\*.*?\*/", "", function, flags=re.DOTALL)  # a comment has the kernel's source
         launch, load, arguments = _LAUNCH.search(code), _LOAD.search(code), _ARGUMENTS.search(code)
         if not (launch and load and arguments):

@@ -1,7 +1,7 @@
 """Read the properties of kernels from the machine code in a library. Each embedded "cubin" is a complete ELF file.
 
-NVIDIA does not document the section ``.nv.info.<kernel>``. The numbers below come from the names that ``cuobjdump
--elf`` prints.
+NVIDIA does not document the section ``.nv.info.<kernel>``. The numbers below come from the names that
+``cuobjdump -elf`` prints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _CUDA_MACHINE = 190  # EM_CUDA
-# Its offset. In version 7 (ptxas 13 for sm_80) the architecture is the lowest byte of the flags, later the next one
+# The offset of the ABI version. In version 7 (ptxas 13 for sm_80) the architecture is the lowest byte of the flags,
+# later the next one
 _ABI_VERSION = 8
 _NOBITS = 8
 _HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")

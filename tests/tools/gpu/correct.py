@@ -66,10 +66,8 @@ def _case(name: str, device: str) -> Case:
         )
     if name == "channels last":  # cuDNN rounds to TF32 by default, also in eager
         module, x = programs.module("convolutions")
-        module, x = (
-            module.to(device, memory_format=torch.channels_last),
-            x.detach().to(device, memory_format=torch.channels_last),
-        )
+        module = module.to(device, memory_format=torch.channels_last)
+        x = x.detach().to(device, memory_format=torch.channels_last)
         return Case(
             module, x, [_rows(x, n).contiguous(memory_format=torch.channels_last) for n in (7, 2)], relative=2e-3
         )
@@ -229,10 +227,8 @@ def _scaled(device: str) -> tuple[str, str]:
         loaded = load(path).module()
     found = []
     for module in (net, loaded):
-        optimizer, scaler = (
-            torch.optim.SGD(module.parameters(), lr=0.05),
-            torch.amp.GradScaler(device, init_scale=2.0**24),
-        )
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**24)
         for i in range(12):  # the first scales are too large: those updates are skipped
             torch.manual_seed(i)
             batch = torch.randn(8, 16, device=device)

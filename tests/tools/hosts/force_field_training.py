@@ -50,10 +50,8 @@ def batch(structures: int, atoms: int, box: float, dtype: torch.dtype) -> tuple[
         first = number * atoms
         parts.append((positions, species, src + first, dst + first, shift, torch.full((atoms,), number)))
     random = torch.Generator().manual_seed(0)
-    energy, forces = (
-        torch.randn(structures, generator=random),
-        0.1 * torch.randn(structures * atoms, 3, generator=random),
-    )
+    energy = torch.randn(structures, generator=random)
+    forces = 0.1 * torch.randn(structures * atoms, 3, generator=random)
     return (*(torch.cat(column) for column in zip(*parts, strict=True)), energy.to(dtype), forces.to(dtype))
 
 

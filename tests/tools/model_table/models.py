@@ -243,7 +243,7 @@ _DYNAMIC_GRAPH = {"x": {0: Dim("nodes", min=2, max=64)}, "edges": {1: Dim("edges
 
 
 def _language(kind: str, config: str, result: str = "logits", **settings: Any) -> Callable[[], Case]:
-    # Transformers compares the batch with 1
+    # transformers compares the batch with 1
     return lambda: Case(Language(kind, config, result, **settings), _TOKENS, _rows("x", least=2))
 
 

@@ -214,10 +214,8 @@ def main() -> None:
         verdict, reason = "wrong", str(error)
     except Exception as error:  # a peer or a model may raise anything
         text = str(error).strip().splitlines()
-        verdict, reason = (
-            "refused",
-            str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {text[0] if text else ''}",
-        )
+        verdict = "refused"
+        reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {text[0] if text else ''}"
     print(json.dumps({"verdict": verdict, "reason": reason[:300], "seconds": round(time.perf_counter() - start, 1)}))
 
 

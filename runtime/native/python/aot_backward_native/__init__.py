@@ -8,7 +8,8 @@
 Arguments are CPU arrays with the buffer protocol or DLPack (NumPy, ``array.array``, PyTorch, JAX); if NumPy is
 installed, also lists, numbers, and anything that ``numpy.asarray`` takes. Results are NumPy arrays if NumPy is
 imported, else :class:`Tensor`, which has both protocols. ``tensor("bfloat16", (2, 3), data)`` makes one from row-major
-bytes. This module imports NumPy only for arguments that need it, and never PyTorch."""
+bytes. This module imports NumPy only for arguments that need it, and never PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -562,8 +563,8 @@ class Step(_Entry):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The hyperparameters of each parameter group. A schedule may set them: ``step.param_groups[0]["lr"] =
-        1e-4``."""
+        """The hyperparameters of each parameter group. A schedule may set them:
+        ``step.param_groups[0]["lr"] = 1e-4``."""
         numbers = self._function.describe(0, _NUMBERS)
         return [Group(self._function, number) for number in range(1 + max((d[3] for d in numbers), default=-1))]
 

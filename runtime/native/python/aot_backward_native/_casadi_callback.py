@@ -1,14 +1,43 @@
-"""A function of CasADi that calls Python, with the sparsities of its Jacobian."""
+"""A function of CasADi that calls Python, its arguments, and the sparsities of its Jacobian."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import casadi as ca
 import numpy as np
 
 _ALIVE: list[Any] = []  # CasADi calls a Callback without owning it, and crashes if Python has freed it
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An argument or the result: ``shape`` in the package, and ``rows`` and ``columns`` in CasADi."""
+
+    shape: tuple[int, ...]
+    columns: int
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        return self.size // self.columns
+
+    @property
+    def sparsity(self) -> ca.Sparsity:
+        return ca.Sparsity.dense(self.rows, self.columns)
+
+    def by(self, other: Matrix) -> ca.Sparsity:
+        """Return the sparsity of the derivative by ``other``: a block for each point."""
+        if self.columns == other.columns:
+            return ca.diagcat(*[ca.Sparsity.dense(self.rows, other.rows)] * self.columns)
+        return ca.Sparsity.dense(self.size, other.size)
 
 
 class MatrixFunction(ca.Callback):

@@ -7,9 +7,7 @@ f = function("dynamics.pt2", points=20)  # f(X, U): a column for each point
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import casadi as ca
@@ -17,7 +15,7 @@ import numpy as np
 
 import aot_backward_native as abn
 
-from ._casadi_callback import MatrixFunction
+from ._casadi_callback import Matrix, MatrixFunction
 from .errors import InputError
 
 __all__ = ["function"]
@@ -56,33 +54,6 @@ def function(
     return _Derivatives(abn.load(package, backend=backend), points).value(name)
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """An argument or the result: ``shape`` in the package, and ``rows`` and ``columns`` in CasADi."""
-
-    shape: tuple[int, ...]
-    columns: int
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def rows(self) -> int:
-        return self.size // self.columns
-
-    @property
-    def sparsity(self) -> ca.Sparsity:
-        return ca.Sparsity.dense(self.rows, self.columns)
-
-    def by(self, other: _Matrix) -> ca.Sparsity:
-        """Return the sparsity of the derivative by ``other``: a block for each point."""
-        if self.columns == other.columns:
-            return ca.diagcat(*[ca.Sparsity.dense(self.rows, other.rows)] * self.columns)
-        return ca.Sparsity.dense(self.size, other.size)
-
-
 class _Derivatives:
     """The functions for CasADi of a package: value, Jacobian, vector times Jacobian, and the Jacobian of that."""
 
@@ -100,22 +71,18 @@ class _Derivatives:
                 f"points: expected {'at least 1' if facts['batched'] else '1, as it was exported'}, got {points}. Change it."
             )
         self._names: list[str] = facts["arguments"]
-        self._args = []
-        for name, dtype, shape in value.inputs:
-            batched = name in facts["batched"]
-            self._args.append(
-                _Matrix(
-                    (points, *map(int, shape[1:])) if batched else tuple(map(int, shape)),
-                    points if batched else 1,
-                    dtype,
-                )
-            )
+        self._args = [
+            Matrix((points, *map(int, shape[1:])), points, dtype)
+            if name in facts["batched"]
+            else Matrix(tuple(map(int, shape)), 1, dtype)
+            for name, dtype, shape in value.inputs
+        ]
         result = value(*(np.zeros(a.shape, a.dtype) for a in self._args))
         if not isinstance(result, np.ndarray):
             raise InputError(
                 f"{place}: expected one tensor as result, got a {type(result).__name__}. Concatenate the results into one."
             )
-        self._result = _Matrix(result.shape, points, result.dtype.name)
+        self._result = Matrix(result.shape, points, result.dtype.name)
 
         self._ins, self._out = [a.sparsity for a in self._args], self._result.sparsity
         self._first = [self._result.by(a) for a in self._args]  # the blocks of the Jacobian
@@ -161,7 +128,7 @@ class _Derivatives:
         matrices = zip(args, [*self._args, self._result], strict=False)
         return self._functions[kind](*(v.reshape(m.shape).astype(m.dtype, copy=False) for v, m in matrices))
 
-    def _blocks(self, values: np.ndarray | None, a: _Matrix, b: _Matrix) -> Any:
+    def _blocks(self, values: np.ndarray | None, a: Matrix, b: Matrix) -> Any:
         """Return the nonzeros in CasADi's order: by point, column and row. NaN for an argument that the entry is not
         differentiated by."""
         return np.nan if values is None else values.reshape(a.columns, a.rows, b.rows).swapaxes(1, 2)

@@ -97,10 +97,8 @@ class ForceField:
             self._grad.metadata, {"cutoff": cutoff, "species": species, "energy": energy, "length": length}
         )
         self.species = [str(s) for s in facts["species"]]
-        self._energy, self._length = (
-            self._unit("energy", ENERGIES, facts["energy"]),
-            self._unit("length", LENGTHS, facts["length"]),
-        )
+        self._energy = self._unit("energy", ENERGIES, facts["energy"])
+        self._length = self._unit("length", LENGTHS, facts["length"])
         if not (isinstance(facts["cutoff"], int | float) and 0 < facts["cutoff"] < np.inf):
             raise InputError(
                 f"{self._place}: cutoff: expected a positive number, got {facts['cutoff']!r}. Give the model's cutoff."

@@ -57,7 +57,8 @@ def force(
 
     Raises:
         InputError: The metadata is incomplete or differs from an argument, the entry is not a force field, or it does
-        not know a species. PackageError: There is no such entry.
+            not know a species.
+        PackageError: There is no such entry.
 
     Examples:
         >>> system.addForce(force("copper.pt2", pdb.topology))
