@@ -29,7 +29,9 @@ def run(*argv: object, folder: Path | None = None) -> str:
 def commands(file: Path) -> list[str]:
     """Return the commands in the first comment of ``file``, with the paths of the tests' library and header."""
     found = re.findall(
-        r"^(?: \*|//!)? {2,5}(?:\* {4})?((?:python|gcc|rustc|unzip|\./) ?.*)$", file.read_text(), re.MULTILINE
+        r"^(?: \*|//!)? {2,5}(?:\* {4})?((?:python|gcc|rustc|unzip|\./) ?.*)$",
+        file.read_text().replace("\\\n", ""),
+        re.MULTILINE,
     )
     return [
         c.replace("build/native", str(c_library.build())).replace(
