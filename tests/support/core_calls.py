@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2}
@@ -188,8 +189,8 @@ class Library:
 
 
 class Emulated:
-    """The same functions of a library for another machine, called in a process of ``command``, an emulated Python with
-    this module in its path."""
+    """The methods of :class:`Library` for a library of another machine, called in a process of ``command``, an emulated
+    Python with this module in its path."""
 
     def __init__(self, command: Sequence[str], library: str):
         argv = [*command, "-c", f"from {__name__} import serve; serve()", library]
@@ -207,20 +208,8 @@ class Emulated:
             tensor.data[:] = changed
         return results
 
-    def call(self, name: str, arguments: Sequence[Any], results: int) -> list[Tensor | None]:
-        return self._ask("call", name, arguments, results)
-
-    def by_name(self, operator: str, arguments: Sequence[Any], results: int, version: int) -> list[Tensor | None]:
-        return self._ask("by_name", operator, arguments, results, version)
-
-    def seed(self, seed: int) -> None:
-        self._ask("seed", seed)
-
-    def random_state(self) -> bytes:
-        return self._ask("random_state")
-
-    def loop(self, path: str, name: str, arguments: Sequence[Tensor], count: int) -> None:
-        self._ask("loop", path, name, arguments, count)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return functools.partial(self._ask, method)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -4,8 +4,7 @@ in one process.
 One package per model holds the three entries, exported with the default settings. Gradients and the first loss are
 compared with eager's before anything is timed. With JAX installed, five models are also written for it
 (:mod:`.jax_peers`). Ratios are of minima, because noise only adds time. Peak memory is the high-water mark of a process
-that takes five steps. Each model's figures are kept in ``sizes/`` of the work folder;
-``--reuse`` goes on from there.
+that takes five steps. Each model's figures are kept in ``sizes/`` of the work folder; ``--reuse`` goes on from there.
 """
 
 from __future__ import annotations
