@@ -70,7 +70,7 @@ def sources(wrapper: str, kernels: str) -> dict[str, str]:
     # The weights are bound; PyTorch writes them in assembler
     constants = "".join(f"uint8_t {name}[1];\n" for name in _CONSTANTS)
     return {
-        "wrapper.cpp": f"{renamed}{cpp_source.wrapper_header()}{wrapper}\n{interface}\n{constants}",
+        "wrapper.cpp": f"{renamed}{wrapper}\n{interface}\n{constants}",
         "kernel.cpp": f"{renamed}{cpp_source.KERNEL_HEADER}{kernels}",
     }
 
