@@ -166,11 +166,6 @@ def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) ->
         ("Randomness", "draws random numbers" if v.random else None),
         ("Changes", _changes(v)),
         *_compared(v.verdict, v.verdicts, archive),
-        *(
-            row
-            for derivative in v.orders[1:]
-            for row in _compared(derivative.verdict, derivative.verdicts, archive, "Derivatives compared")
-        ),
         ("Speed when it was exported", list(map(line, speed_in_words(v.speed))) if v.speed else None),
     ]
     title = None if single else element("h4", variant_title(number, v).capitalize())
@@ -227,9 +222,7 @@ def _changes(v: VariantSpec) -> Child:
     return folded(list(map(code, names)), "tensors") if names else None
 
 
-def _compared(
-    first: Verdict, rest: Sequence[Verdict], archive: Archive, term: str = "Compared"
-) -> Iterator[tuple[str, Child]]:
+def _compared(first: Verdict, rest: Sequence[Verdict], archive: Archive) -> Iterator[tuple[str, Child]]:
     targets = targets_of(archive.manifest)
     lines = []
     for target, verdict in zip(targets, (first, *rest), strict=False):
@@ -240,7 +233,7 @@ def _compared(
                 element("span", verdict_in_words(verdict), class_="good" if is_verified else "open"),
             )
         )
-    yield term, lines
+    yield "Compared", lines
 
 
 def _structure(s: StructureSpec, archive: Archive) -> Html:

@@ -292,6 +292,22 @@ def test_verify_and_inspect_show_every_target(several: Path) -> None:
     )
 
 
+def test_second_derivatives_for_several_targets(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)), torch.randn(4, 3, requires_grad=True)
+    path = tmp_path / "net.pt2"
+    ab.export(path, {"net": ab.Module(net, [ab.Variant((x,))], order=2)}, target="cpu:avx2,cpu:sse4", tune="none")
+    ab.rebuild(path, path, target="cpu:sse4,cpu:avx2")
+
+    def twice(of: nn.Module) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(of(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    variant = open_package(path).manifest.entries["net"].variants[0]
+    assert [v.status for v in (variant.verdict, *variant.verdicts)] == ["verified"] * 2
+    for target in ("cpu:avx2", "cpu:sse4"):
+        torch.testing.assert_close(twice(load(path, target=target).module()), twice(net))
+
+
 def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
     path = tmp_path / "passes.pt2"
     with ab.record(path) as recording:

@@ -189,6 +189,7 @@ class _Entry:
             self._check_step(spec.step)
         for number, variant in enumerate(spec.variants):
             with _within(f"variant {number}"):
+                _count("verdicts", variant.verdicts, self.manifest.targets, "the further targets")
                 self._check_variant(variant)
         if spec.kind == "grad":
             _count("names", spec.names, spec.wrt, "its gradients")
@@ -216,7 +217,6 @@ class _Entry:
         symbols = _symbols(variant.symbols, variant.inputs)
         _check_tensors((*variant.inputs, *variant.outputs, *variant.cotangents), symbols)
         _check_sizes("a guard", variant.guards, symbols)
-        _count("verdicts", variant.verdicts, self.manifest.targets, "the further targets")
         if variant.in_tree.kind != "tuple" or [c.kind for c in variant.in_tree.children] != ["tuple", "dict"]:
             kinds = ", ".join(c.kind for c in variant.in_tree.children[:5]) or "nothing"
             raise PackageError(f"in_tree: expected (args, kwargs), got a {variant.in_tree.kind} of {kinds}")
