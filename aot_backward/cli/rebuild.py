@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     "--target",
     default="",
     metavar="TARGETS",
-    help="cpu:sse4, cpu:avx2 (the same as cpu), cpu:avx512, cuda:sm_90 (80, 89, 100), or several with commas between them; "
-    "without it, those of IN.pt2.",
+    help="cpu:avx2 (the same as cpu), cpu:sse4, cpu:avx512, cpu:neon, cpu:wasm, cuda:sm_90 (80, 89, 100), or several "
+    "with commas between them; by default those of IN.pt2.",
 )
 @import_option
 @signature_options
