@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import aot_backward as ab
 from aot_backward_runtime import ExportError, InputError, WeightsError, load
+from aot_backward_runtime.native.allocator import freed_at_once
 
 from ..support import exports
 
@@ -286,7 +287,8 @@ def test_other_memory_and_other_forms_are_never_stale(kind: str, package: Path) 
             call()
 
 
-# Bytes: the allocator maps this much anew each time, and Linux reuses the address of the last unmapped block
+# Bytes: inside freed_at_once() the allocator maps this much anew each time, and Linux reuses the address of the last
+# unmapped block
 LARGE = 1 << 26
 TRIES = 25
 
@@ -306,7 +308,7 @@ def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: P
             [loaded.parameters["c.weight"]],
             lambda: loaded(X, **({"update": False} if kind == "fit" else {})),
         )
-    with torch.no_grad():
+    with torch.no_grad(), freed_at_once(LARGE):
         for weight in weights:
             value = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
             weight.data = value.clone()
@@ -319,7 +321,7 @@ def test_new_memory_where_a_resized_storage_lay(kind: str, size: int, package: P
                 address = weight.data_ptr()
                 old.resize_(16)
                 new = torch.empty(LARGE // 4)
-                kept.append(new)  # otherwise each try would get the same gap elsewhere
+                kept += new, old  # otherwise each try would get the same gap elsewhere
                 old.resize_(size)
                 weight.data = new[: value.numel()].view(value.shape).copy_(value)
                 torch.testing.assert_close(call(), expected, rtol=0, atol=0)
