@@ -434,7 +434,7 @@ def test_doctor_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = aot_backward("doctor", env={"PATH": str(tmp_path)})
     assert done.returncode == 1
     assert "failed   compiler: none" in done.stdout and "-> exporting needs a C++ compiler" in done.stdout
-    done = aot_backward("doctor", "--json", env={"PATH": str(tmp_path)})
+    done = aot_backward("doctor", "--json", env={"CXX": ""})
     assert done.returncode == 1 and not json.loads(done.stdout)["ok"]
 
 

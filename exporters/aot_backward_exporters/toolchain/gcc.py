@@ -153,7 +153,7 @@ def compiler(machine: str = HERE) -> tuple[str, ...]:
         return command
     try:
         return tuple(shlex.split(torch_api.get_cpp_compiler()))
-    except torch_api.InvalidCxxCompiler as error:
+    except (torch_api.InvalidCxxCompiler, OSError) as error:  # OSError: CXX is empty or not a program
         raise ExportError(
             "exporting needs a C++ compiler, and none was found: apt-get install g++ (or set CXX)"
         ) from error
