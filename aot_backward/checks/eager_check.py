@@ -33,7 +33,7 @@ from . import stored_results
 from .example_sizes import Example, Sized, cotangents_at, sizes_to_check
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
 from .named_results import Named, Overwritten, Take, Wrt, has_inference_code, results_of_eager, results_of_entry
-from .stored_results import Stored, is_large, sketch, sketched_distance
+from .stored_results import Stored, is_large, sketch, sketch_of_finite, sketched_distance
 from .tolerance import (
     Comparison,
     Reference,
@@ -224,9 +224,9 @@ class _OneAtATime:
                 and name.startswith("gradient of ")
                 and e.dtype is torch.float32
                 and is_large(e)
-                and is_finite(e)
+                and (sums := sketch_of_finite(e)) is not None
             ):
-                self.sketches[name] = sketch(e)
+                self.sketches[name] = sums
                 eager[name] = e.new_zeros(()).expand(e.shape)
 
     def take_beside(self, name: str, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ class _OneAtATime:
         exact = sketch(gradient)
         self.errors[name] = sketched_distance(self.sketches[name], exact)
         self.moved[name] = sketched_distance(self._beside[name], exact)
-        self.finite &= is_finite(gradient)
+        self.finite &= is_finite(exact)
         self._eager[name] = rounded = gradient.to(torch.float32)
         self._free(leaf)
         return rounded

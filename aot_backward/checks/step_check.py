@@ -37,7 +37,7 @@ from ..capture.step.optimizer_spec import Settings
 from . import stored_results
 from .example_sizes import SEED, Example, Sized
 from .float64 import consumed_cuda_rng, in_float64, perturbed, to_float64
-from .stored_results import MAX_WHOLE_BYTES, Stored, sketch
+from .stored_results import MAX_WHOLE_BYTES, Stored, sketch, sketch_of_finite
 from .tolerance import (
     Comparison,
     Reference,
@@ -78,7 +78,7 @@ class StepResults:
     losses: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # for each step; only for eager
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # for each step, if they are kept
     # Dtype and shape of each sketched tensor in ``after``
     sketched: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
 
@@ -136,10 +136,10 @@ def check(
             sketched = _is_large
             try:
                 with _gradients_kept(case):
-                    eager = _steps_of_eager(case, sized.example, waiting, sketched)
+                    eager = _steps_of_eager(case, sized.example, waiting, sketched, keeps_gradients=True)
                     if eager.diverged:  # a sketch would hide the elements next to a NaN
                         sketched = _never
-                        eager = _steps_of_eager(case, sized.example, waiting, sketched)
+                        eager = _steps_of_eager(case, sized.example, waiting, sketched, keeps_gradients=True)
             except Exception as error:
                 if number_of_size == 0:
                     raise ExportError(f"{entry}: the program itself fails on its example inputs: {error}") from error
@@ -236,7 +236,13 @@ def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Fla
         | {f"buffer {n}": t for n, t in buffers.items()}
         | dict(slots)
     )
-    return {n: (t, sketch(t) if sketched(n, t) and is_finite(t) else t.detach().clone()) for n, t in out.items()}
+    return {n: (t, _copy(n, t, sketched)) for n, t in out.items()}
+
+
+def _copy(name: str, tensor: torch.Tensor, sketched: Sketched) -> torch.Tensor:
+    """Return a copy of the tensor, or its sketch if it is to be sketched and is finite."""
+    sums = sketch_of_finite(tensor) if sketched(name, tensor) else None
+    return tensor.detach().clone() if sums is None else sums
 
 
 def _results(
@@ -261,7 +267,14 @@ def _first(value: Any) -> torch.Tensor:
 
 
 def _steps_of_eager(
-    case: Case, example: Example, waiting: bool, sketched: Sketched, noise: Noise | None = None, *, copies: bool = False
+    case: Case,
+    example: Example,
+    waiting: bool,
+    sketched: Sketched,
+    noise: Noise | None = None,
+    *,
+    copies: bool = False,
+    keeps_gradients: bool = False,
 ) -> StepResults:
     """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors
     that :func:`in_float64` has copied. ``noise``: added to the gradients."""
@@ -294,9 +307,10 @@ def _steps_of_eager(
                 if p.grad is not None:
                     # In GradScaler's precision
                     p.grad *= float(torch.tensor(scale, dtype=torch.float32).double().reciprocal().float())
-            gradients.append(
-                {case.names[id(p)]: _stored_gradient(p.grad, sketched) for p in parameters if p.grad is not None}
-            )
+            if keeps_gradients:
+                gradients.append(
+                    {case.names[id(p)]: _stored_gradient(p.grad, sketched) for p in parameters if p.grad is not None}
+                )
             for p in parameters if noise is not None else ():
                 assert p.grad is not None and noise is not None
                 _add_noise(p.grad, noise[i][case.names[id(p)]], generator)
@@ -304,8 +318,8 @@ def _steps_of_eager(
                 torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
             if settings.clip_value is not None:
                 torch.nn.utils.clip_grad_value_(parameters, settings.clip_value)
-            finite = all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
-            if finite or not settings.skip_nonfinite:
+            finite = not settings.skip_nonfinite or all(is_finite(p.grad) for p in parameters if p.grad is not None)
+            if finite:
                 type(optimizer).step(optimizer)
                 for p in parameters if settings.ema is not None else ():
                     averages[case.names[id(p)]].lerp_(p.detach(), 1 - (settings.ema or 0.0) if averaged else 1.0)
@@ -400,7 +414,7 @@ def _reference(
                 wide = example.with_tensors(to_float64(example.tensors))
                 with torch.autocast(_device(case), enabled=False):
                     with in_float64(case.program):
-                        exact = _steps_of_eager(case, wide, waiting, sketched, copies=True)
+                        exact = _steps_of_eager(case, wide, waiting, sketched, copies=True, keeps_gradients=True)
                     with in_float64(case.program, rounded=True):
                         perturbed_steps = _steps_of_eager(
                             case, wide.with_tensors(perturbed(wide.tensors)), waiting, sketched, copies=True

@@ -40,6 +40,17 @@ def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
     assert sketch(torch.complex(a, noise)).shape == (SUMS,) and sketch(torch.empty(0)).abs().sum() == 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "elements"), [(torch.float32, 70_000), (torch.bfloat16, 1021), (torch.float64, (65 << 8) * SUMS + 7)]
+)
+def test_a_sketch_is_as_the_format_defines_it(dtype: torch.dtype, elements: int) -> None:
+    tensor = torch.randn(elements, generator=torch.Generator().manual_seed(3)).to(dtype)
+    signs = torch.randint(0, 2, (elements,), dtype=torch.int8, generator=torch.Generator().manual_seed(20))
+    sums = torch.zeros(SUMS, dtype=torch.float64)
+    sums.index_add_(0, torch.arange(elements) % SUMS, torch.where(signs == 1, 1.0, -1.0) * tensor.double())
+    torch.testing.assert_close(sketch(tensor), sums, rtol=1e-9, atol=1e-9)
+
+
 def test_what_is_stored_of_a_result() -> None:
     large, places = torch.randn(MAX_WHOLE_BYTES // 4 + 1), torch.arange(MAX_WHOLE_BYTES // 8 + 1)
     infinite = large.clone()
