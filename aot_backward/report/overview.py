@@ -62,9 +62,8 @@ def _all_verdicts(archive: Archive) -> Iterator[tuple[str, Target, Verdict]]:
     targets = targets_of(archive.manifest)
     for name, entry in archive.manifest.entries.items():
         for number, variant in enumerate(entry.variants):
-            for program in variant.orders:
-                for target, verdict in zip(targets, (program.verdict, *program.verdicts), strict=False):
-                    yield f"{name}, {variant_title(number, program)}", target, verdict
+            for target, verdict in zip(targets, (variant.verdict, *variant.verdicts), strict=False):
+                yield f"{name}, {variant_title(number, variant)}", target, verdict
         for structure in entry.structures:
             for number, spec in enumerate(structure.variants):
                 for target, verdict in zip(targets, (spec.verdict, *spec.verdicts), strict=False):

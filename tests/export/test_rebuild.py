@@ -306,6 +306,9 @@ def test_second_derivatives_for_several_targets(tmp_path: Path) -> None:
     assert [v.status for v in (variant.verdict, *variant.verdicts)] == ["verified"] * 2
     for target in ("cpu:avx2", "cpu:sse4"):
         torch.testing.assert_close(twice(load(path, target=target).module()), twice(net))
+    aot_backward("inspect", path, "--html", tmp_path / "net.html")
+    page = (tmp_path / "net.html").read_text()
+    assert "verified" in page and "with eager missing" not in page and ">not run" not in page
 
 
 def test_recorded_passes_are_rebuilt(tmp_path: Path) -> None:
