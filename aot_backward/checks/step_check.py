@@ -240,7 +240,7 @@ def _flat(parameters: Any, buffers: Any, slots: Any, sketched: Sketched) -> _Fla
 
 
 def _copy(name: str, tensor: torch.Tensor, sketched: Sketched) -> torch.Tensor:
-    """Return a copy of the tensor, or its sketch if it is to be sketched and is finite."""
+    """Return a copy of the tensor, or its sketch if ``sketched`` asks for one and its sums are finite."""
     sums = sketch_of_finite(tensor) if sketched(name, tensor) else None
     return tensor.detach().clone() if sums is None else sums
 
@@ -277,7 +277,7 @@ def _steps_of_eager(
     keeps_gradients: bool = False,
 ) -> StepResults:
     """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors
-    that :func:`in_float64` has copied. ``noise``: added to the gradients."""
+    that :func:`in_float64` has copied. ``noise``: added to the gradients. ``keeps_gradients``: whether the results have them."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
     parameters = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]

@@ -17,9 +17,9 @@ The keys behind ``ENTRY/N/``:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -46,10 +46,13 @@ MARGIN = 1.5
 fixes it."""
 
 
-_BLOCK = SUMS << 8  # elements that are added at once: 2 MB in float64, which stay in a core's cache
+_BLOCK = SUMS << 8  # elements that are added at once, 2 MB in float64; docs/format.md does not depend on it
 _KEPT_BLOCKS = 64
-"""Blocks whose signs are kept, 17 MB: a sketch takes 1.6 ns an element, with signs that are drawn 7. The export of a step
-with Adam sketches 26 times as many elements as it has parameters."""
+"""Blocks whose signs are kept, 17 MB at most. A sketch takes 1.6 ns an element with kept signs, 7 with drawn ones. The
+export of a step with Adam sketches 26 times as many elements as it has parameters."""
+_kept_signs: list[torch.Tensor] = []
+_generator = torch.Generator().manual_seed(SEED)  # draws the signs of the first blocks, one after another
+_lock = threading.Lock()
 
 
 def is_large(tensor: torch.Tensor) -> bool:
@@ -69,29 +72,25 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sketch_of_finite(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the sketch, or None if an element is Inf or NaN, or so large that a sum is."""
+    """Return the sketch, or None if a sum is Inf or NaN: an element is, or the sum overflows."""
     sums = sketch(tensor)
     return sums if is_finite(sums) else None
 
 
 def _signs() -> Iterator[torch.Tensor]:
     """Yield the signs of each block of elements, as int8."""
-    kept, state = _first_signs()
-    yield from kept
-    generator = torch.Generator().set_state(state)
+    for number in range(_KEPT_BLOCKS):
+        with _lock:
+            if number == len(_kept_signs):
+                _kept_signs.append(_drawn(_generator))
+        yield _kept_signs[number]
+    generator = torch.Generator().set_state(_generator.get_state())
     while True:
         yield _drawn(generator)
 
 
-@functools.cache
-def _first_signs() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the signs of the first blocks, and the generator's state after them."""
-    generator = torch.Generator().manual_seed(SEED)
-    return [_drawn(generator) for _ in range(_KEPT_BLOCKS)], generator.get_state()
-
-
 def _drawn(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    return torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
 
 
 def sketched_distance(a: torch.Tensor, b: torch.Tensor) -> float:

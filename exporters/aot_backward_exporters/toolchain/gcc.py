@@ -358,7 +358,7 @@ def _build_shared_part(part: str, command: Command, run: Callable[[str, Sequence
 
 def _build_stand_in(folder: Path, command: Command, run: Callable[[str, Sequence[str], Path], None]) -> None:
     """Build an empty library with the name of PyTorch's, so that libraries depend on it; their symbols are bound at load
-    time. PyTorch's own is of another machine, or takes the linker 0.3 s in place of 0.05."""
+    time. PyTorch's own may be for another machine, and the linker takes 0.3 s with it in place of 0.05."""
     (folder / "empty.c").write_text("")
     argv = [*command.compiler, "-shared", "-nostdlib", f"-Wl,-soname,{_TORCH}", "-x", "c", "empty.c", "-o", _TORCH]
     run(f"a stand-in for {_TORCH}", argv, folder)
