@@ -277,7 +277,8 @@ def _steps_of_eager(
     keeps_gradients: bool = False,
 ) -> StepResults:
     """Make the same steps with the user's module, loss and optimizer, and restore them; with ``copies``, except tensors
-    that :func:`in_float64` has copied. ``noise``: added to the gradients. ``keeps_gradients``: whether the results have them."""
+    that :func:`in_float64` has copied. ``noise``: added to the gradients. ``keeps_gradients``: whether the results have
+    the gradients."""
     module, optimizer, settings = case.program.module, case.optimizer, case.settings
     torch.manual_seed(SEED)
     parameters = [p for p in module.parameters() if case.names.get(id(p)) in case.trained]

@@ -18,8 +18,8 @@ The keys behind ``ENTRY/N/``:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-import threading
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -50,9 +50,7 @@ _BLOCK = SUMS << 8  # elements that are added at once, 2 MB in float64; docs/for
 _KEPT_BLOCKS = 64
 """Blocks whose signs are kept, 17 MB at most. A sketch takes 1.6 ns an element with kept signs, 7 with drawn ones. The
 export of a step with Adam sketches 26 times as many elements as it has parameters."""
-_kept_signs: list[torch.Tensor] = []
-_generator = torch.Generator().manual_seed(SEED)  # draws the signs of the first blocks, one after another
-_lock = threading.Lock()
+_kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the block's number, as from _drawn()
 
 
 def is_large(tensor: torch.Tensor) -> bool:
@@ -63,7 +61,7 @@ def sketch(tensor: torch.Tensor) -> torch.Tensor:
     """Return the float64 sketch, of shape ``(SUMS,)``, on the CPU."""
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().reshape(-1)
     sums = torch.zeros(SUMS, dtype=torch.float64)
-    for signs, piece in zip(_signs(), flat.split(_BLOCK), strict=False):
+    for piece, signs in zip(flat.split(_BLOCK), _signs(), strict=False):
         signed = piece.to("cpu", torch.float64, copy=True).mul_(signs[: len(piece)])
         rows = len(piece) // SUMS * SUMS
         sums += signed[:rows].view(-1, SUMS).sum(0)
@@ -79,18 +77,20 @@ def sketch_of_finite(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _signs() -> Iterator[torch.Tensor]:
     """Yield the signs of each block of elements, as int8."""
-    for number in range(_KEPT_BLOCKS):
-        with _lock:
-            if number == len(_kept_signs):
-                _kept_signs.append(_drawn(_generator))
-        yield _kept_signs[number]
-    generator = torch.Generator().set_state(_generator.get_state())
-    while True:
-        yield _drawn(generator)
+    state = torch.Generator().manual_seed(SEED).get_state()
+    for number in itertools.count():
+        drawn = _kept.get(number) or _drawn(state)
+        if number < _KEPT_BLOCKS:
+            _kept[number] = drawn
+        signs, state = drawn
+        yield signs
 
 
-def _drawn(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
+def _drawn(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the next block's signs, and the generator's state after them."""
+    generator = torch.Generator().set_state(state)
+    signs = torch.randint(0, 2, (_BLOCK,), generator=generator, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
+    return signs, generator.get_state()
 
 
 def sketched_distance(a: torch.Tensor, b: torch.Tensor) -> float:
