@@ -41,10 +41,10 @@ _UNUSED = "-ltorch"
 linker would keep the dependency. Packages that run without PyTorch do not have it."""
 _HEADERS = {"wrapper.cpp": "wrapper.h", "kernel.cpp": "kernel.h"}
 _PARTS = {"wrapper.h": "wrapper.cpp", "kernel.h": "kernel.cpp", "interface": "wrapper.cpp", "torch": "wrapper.cpp"}
-"""Parts that libraries share, and the file whose flags each is compiled with."""
+"""Shared parts of libraries, and the file with the flags to compile each."""
 HERE = platform.machine()
 _CROSS = {wasm.MACHINE: ("em++", "emscripten")}
-"""Compilers for machines for which GNU has none, and the Debian packages that have them."""
+"""Compilers for machines without one of GNU, and their Debian packages."""
 _TORCH, _TORCH_FLAG = "libtorch_cpu.so", "-ltorch_cpu"
 _UNASKED = "-mavx512bf16"
 """A flag that Inductor (torch 2.13) adds for the first graph of a process if this machine has these instructions; the
@@ -65,7 +65,7 @@ class CompilerFailed(ExportError):
 @dataclass(frozen=True)
 class Command:
     """One run of g++ that Inductor requested. ``sources``: names and contents of C++ and assembler files, empty for the
-    link. ``machine``: what the code is for."""
+    link. ``machine``: the target."""
 
     compiler: tuple[str, ...]
     flags: tuple[str, ...]
@@ -87,7 +87,7 @@ def record_commands(folder: Path, march: str, machine: str = HERE) -> Iterator[l
             original(self)
             return
         command = _parse(str(builder.get_command_line(self)).replace("-march=native", f"-march={march}"))
-        # weights.S is assembler, for which wasm.py has C++
+        # weights.S is assembler; wasm.py has C++ in its place
         if machine != wasm.MACHINE or "weights.S" not in command.sources:
             commands.append(_for_machine(command, machine))
         target.touch()
@@ -130,7 +130,7 @@ def adjust_commands(march: str) -> Iterator[None]:
     original = builder.get_command_line
 
     def get_command_line(self: object) -> str:
-        line = str(original(self)).replace("-march=native", f"-march={march}")  # torch 2.11 has no setting for it
+        line = str(original(self)).replace("-march=native", f"-march={march}")  # torch 2.11 lacks the setting
         return f"{line} {shlex.join(_LINK_FLAGS)}" if " -shared " in line else line
 
     with patched(builder, get_command_line=get_command_line):
