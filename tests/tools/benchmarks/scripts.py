@@ -1,9 +1,8 @@
 """Whole steps of a training script (``unmodified.py``).
 
 The peers: the script unchanged, with ``fused=True``, under ``replay``, with its module attached to compiled code
-(``attached.py``), with both, and the native code alone without guards (``unchecked.py``), an upper bound. Each figure
-is the median over processes, which take turns. The losses of 50 steps, and the parameters after ten, are first compared
-with eager's.
+(``attached.py``), and with both. Each figure is the median over processes, which take turns. The losses of 50 steps, and
+the parameters after ten, are first compared with eager's.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import attached, processes, unchecked, unmodified
+from . import attached, processes, unmodified
 from .report import Result, Target
 
 TITLE = "a step of a training script (AdamW, clipping), microseconds (median), and how many times faster than unchanged"
-PEERS = ("foreach", "fused", "replay", "attach", "both", "unchecked")
+PEERS = ("foreach", "fused", "replay", "attach", "both")
 """``foreach``: the unchanged script. ``replay``: the unchanged script under ``aot-backward replay``. ``attach``: the
 script plus one line. ``both``: the script with that line, under ``aot-backward replay``, for its optimizer steps."""
 _OURS = PEERS[2:]
@@ -62,7 +61,6 @@ def _measured(name: str, threads: int, steps: int, rounds: int) -> dict[str, lis
         "replay": [*_command("replay", plain), *as_it_is],
         "attach": with_line,
         "both": [*_command("replay", both), *with_line],
-        "unchecked": ["-m", unchecked.__name__, name, exported, plain],
     }
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in PEERS}
     for _ in range(rounds):
@@ -118,7 +116,3 @@ def _conclude(result: Result) -> None:
                 f"{asked - mean:.2f}",
             )
         )
-    most = math.exp(statistics.fmean(math.log(d["seconds"]["foreach"] / d["seconds"]["unchecked"]) for d in small))
-    result.notes.append(
-        f"unchecked, the native code with the script's loss and PyTorch's engine: geometric mean {most:.2f}"
-    )
