@@ -90,38 +90,9 @@ def _plain(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def _dots(axes: Axes, names: list[str], values: dict[str, list[float]], colours: dict[str, str]) -> None:
-    """Draw a line for each name, the first on top, with a dot for each way."""
-    for line in range(len(names)):
-        found = [v[line] for v in values.values()]
-        axes.plot([min(found), max(found)], [line, line], color=_EAGER, linewidth=0.8, zorder=1)
-    for way, found in values.items():
-        axes.scatter(found, range(len(names)), s=26, color=colours[way], label=way, zorder=2)
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xscale("log")
-    _plain(axes.xaxis)
-
-
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
-
-
-def _steps(figure: Figure, docs: Path) -> None:
-    _, subject = newest(docs, "steps")
-    ways = {"eager": "eager", "torch.compile": "compile", "module entry": "module", "grad entry": "grad"}
-    colours = dict(zip(ways, (_EAGER, _TORCH, _MODULE, _GRAD), strict=True))
-    rows = [r for r in subject["data"] if r["threads"] == 1]
-    sizes = sorted({r["rows"] for r in rows})
-    every = figure.subplots(1, len(sizes), sharey=True)
-    for axes, size in zip(every, sizes, strict=True):
-        chosen = [r for r in rows if r["rows"] == size]
-        values = {label: [1e3 * seconds(r, way) for r in chosen] for label, way in ways.items()}
-        _dots(axes, [r["model"] for r in chosen], values, colours)
-        axes.set_title(f"{size} rows")
-        axes.set_xlabel("milliseconds a call")
-    _legend(figure, every[0])
 
 
 def _start(figure: Figure, docs: Path) -> None:
@@ -192,43 +163,6 @@ def _replay(figure: Figure, docs: Path) -> None:
         _plain(axes.yaxis)
     every[0].set_ylabel("µs a backward pass")
     _legend(figure, every[0])
-
-
-def _training(figure: Figure, docs: Path) -> None:
-    _, subject = newest(docs, "onnx_step")
-    rows = [r for r in subject["data"] if r["threads"] == 1]
-    ways = {"step entry": ("step", _MODULE), "onnxruntime on the converted graph": ("onnx", _OTHER)}
-    axes = figure.subplots()
-    names = [f"{r['model']}, {r['rows']} row{'s' * (r['rows'] != 1)}" for r in rows]
-    values = {label: [seconds(r, "fused") / seconds(r, way) for r in rows] for label, (way, _) in ways.items()}
-    _dots(axes, names, values, {label: colour for label, (_, colour) in ways.items()})
-    axes.axvline(1, color=_EAGER, linewidth=1.2, linestyle="--")
-    axes.set_xticks([0.2, 0.5, 1, 2, 5])
-    axes.minorticks_off()
-    axes.set_xlabel("times as fast as eager with AdamW(fused=True)")
-    _legend(figure, axes)
-
-
-def _memory(figure: Figure, docs: Path) -> None:
-    _, subject = newest(docs, "memory")
-    rows = {r["peer"]: r for r in subject["data"] if r["threads"] == 1}
-    base = rows.pop("import")["own_bytes"]
-    colours = {"eager": _EAGER, "module": _MODULE, "grad": _GRAD}
-    axes = figure.subplots()
-    names = list(rows)
-    values = [(rows[name]["own_bytes"] - base) / 1e6 for name in names]
-    bars = axes.barh(range(len(names)), values, height=0.6, color=[colours.get(name, _TORCH) for name in names])
-    axes.bar_label(bars, [f"{v:.0f}" for v in values], padding=3, color=plt.rcParams["text.color"])
-    labels = {
-        "module": "module entry",
-        "grad": "grad entry",
-        "compile, warm": "torch.compile, caches warm",
-        "compile, cold": "torch.compile, caches cold",
-    }
-    axes.set_yticks(range(len(names)), [labels.get(name, name) for name in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(False, axis="y")
-    axes.set_xlabel("peak MB of the process itself over import torch")
 
 
 def _doors(figure: Figure, docs: Path) -> None:
@@ -322,22 +256,13 @@ def _models(figure: Figure, docs: Path) -> None:
 
 FIGURES = {
     "doors": Plot("How many times as fast as eager each kind of entry and replay is, by model and batch", 7.6, _doors),
-    "steps": Plot(
-        "Milliseconds of one forward and backward, by model: eager, torch.compile, a module entry, a grad entry",
-        3.6,
-        _steps,
-    ),
     "start": Plot("Seconds from the start of a process to its first gradient", 2.2, _start),
     "overhead": Plot(
         "Microseconds that a call of a grad entry costs over the raw runner, by the number of tensors", 3.2, _overhead
     ),
-    "training": Plot(
-        "How many times as fast as fused eager AdamW a whole training step is, by model and batch", 4.2, _training
-    ),
     "replay": Plot(
         "Microseconds of one backward pass by its number of nodes: eager, compiled autograd, replay", 3.2, _replay
     ),
-    "memory": Plot("Peak memory of a fresh process over import torch, in megabytes", 2.0, _memory),
     "endurance": Plot("Private memory of a process over a million calls of each kind", 3.4, _endurance),
     "coverage": Plot("Share of PyTorch's operator databases that is served, by way", 2.3, _coverage),
     "models": Plot("Share of the models that each way serves", 1.7, _models),

@@ -1,4 +1,4 @@
-"""``python -m tests.tools.benchmarks [--only cold,steps] [--quick] [--threads 1,2] [--json FILE]``"""
+"""``python -m tests.tools.benchmarks [--only cold,doors] [--quick] [--threads 1,2] [--json FILE]``"""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ from . import processes, report
 
 SUBJECTS = (
     "overhead",
-    "steps",
     "cold",
-    "memory",
-    "size",
     "replay",
     "doors",
     "sizes",
     "exports",
-    "training",
     "native",
-    "step_overhead",
-    "ddp",
-    "onnx_step",
     "scripts",
 )
 

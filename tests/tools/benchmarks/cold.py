@@ -18,7 +18,7 @@ from .report import Result, Target
 TITLE = "fresh process to first gradient, milliseconds from its start (median; least; processor time)"
 SLOW = ("compile", "aoti")  # run in every third round only: each takes seconds
 DISCARDED = 2  # processes; the first one fills the caches
-ROWS = {"mlp": programs.SMALL, "wide": 16}
+ROWS = {"mlp": 3, "wide": 16}
 
 _END = """
 import time
@@ -126,7 +126,7 @@ def measure(quick: bool, threads: list[int]) -> Result:
     ]
     result = Result("cold", TITLE, columns)
     for name in ("mlp",) if quick else ("mlp", "wide"):
-        package = programs.exported(name, [ROWS[name]])
+        package = programs.exported(name, ROWS[name])
         stock = processes.package(f"{name}-torch")
         if not quick and not stock.exists():
             processes.run(_AOTI, name, stock, ROWS[name], threads=1)

@@ -35,7 +35,8 @@ OPTIMIZERS = ("foreach", "fused")
 ROWS, FIXED = (1, 16, 256), 16
 QUICK = ("mlp", "embedding")
 SMALL = 1_000_000
-LEARNING_RATE = 1e-6  # see training.LEARNING_RATE
+# So small that thousands of steps hardly change the gradients: numbers near zero (denormals) are slow
+LEARNING_RATE = 1e-6
 _RECORDED = 120  # passes per number of rows, one size after the other, as in a script
 _WARM = 40  # warm-up passes: replay times its choices during the first ones
 

@@ -1,8 +1,7 @@
-"""Programs of the benchmarks: the models of tests/support/zoo.py and larger ones, their loss, and their packages."""
+"""Programs of the benchmarks: the models of tests/support/zoo.py and a larger one, their loss, and their packages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from torch.utils import _pytree as pytree
 from tests.support import zoo
 
 from . import processes
-
-SMALL, LARGE = 3, 48  # rows in a batch
 
 
 class Loss(nn.Module):
@@ -38,18 +35,12 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 832))
 
 
-def deep() -> nn.Module:
-    """A transformer of 2 layers of width 128. Its activations need more memory than its parameters."""
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
 def make(name: str) -> nn.Module:
     """Return the model of that name, with the same weights each time."""
     if name in zoo.NAMES:
         return zoo.make(name).module.train()
     torch.manual_seed(7)
-    return {"wide": wide, "deep": deep}[name]().train()
+    return wide().train()
 
 
 def inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
@@ -59,45 +50,25 @@ def inputs(name: str, rows: int) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(1)
         return tuple(torch.randn_like(v.detach()) if v.is_floating_point() else v for v in made)
     torch.manual_seed(1)
-    return (torch.randn(rows, 256) if name == "wide" else torch.randn(rows, 64, 128),)
-
-
-def random_masks(name: str) -> bool:
-    """Return whether the model draws random numbers. Inductor's generator draws different ones than eager."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 for m in make(name).modules())
+    return (torch.randn(rows, 256),)
 
 
 _EXPORT = """
-import json, sys, time
-import torch
+import sys
 import aot_backward as ab
 from tests.tools.benchmarks import programs
-name, path, rows = sys.argv[1], sys.argv[2], [int(r) for r in sys.argv[3].split(",")]
-start = time.perf_counter()
-model = programs.make(name)
-variants = [ab.Variant(programs.inputs(name, r)) for r in rows]
-kinds = sys.argv[4].split(",")
-entries = {}
-if "module" in kinds:
-    entries["net"] = ab.Module(model, variants)
-if "grad" in kinds:
-    entries["loss"] = ab.Grad(programs.Loss(model), variants)
-ab.export(path, entries)
-print(json.dumps({"seconds": time.perf_counter() - start}))
+name, path, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model, variants = programs.make(name), [ab.Variant(programs.inputs(name, rows))]
+ab.export(path, {"net": ab.Module(model, variants), "loss": ab.Grad(programs.Loss(model), variants)})
+print("{}")
 """
 
 
-def export(name: str, rows: Sequence[int], kinds: str = "module,grad", **more: str) -> tuple[Path, float]:
-    """Export a model in a fresh process: entries ``net`` and ``loss``, a static variant per batch size.
+def exported(name: str, rows: int) -> Path:
+    """Return a package with the entries ``net`` and ``loss``, static, exported in a fresh process.
 
-    Return the package and the seconds of the export. They include the import of Inductor, but not of torch and this
-    project."""
-    path = processes.package(f"{name}-{'-'.join(map(str, rows))}-{kinds.replace(',', '-')}")
-    _, answer = processes.run(_EXPORT, name, path, ",".join(map(str, rows)), kinds, threads=2, **more)
-    return path, float(answer["seconds"])
-
-
-def exported(name: str, rows: Sequence[int]) -> Path:
-    """Return the package with both entries. With ``--reuse``, take it from an earlier run if it exists."""
-    path = processes.package(f"{name}-{'-'.join(map(str, rows))}-module-grad")
-    return path if processes.REUSE and path.exists() else export(name, rows)[0]
+    With ``--reuse``, take it from an earlier run if it exists."""
+    path = processes.package(f"{name}-{rows}-module-grad")
+    if not (processes.REUSE and path.exists()):
+        processes.run(_EXPORT, name, path, rows, threads=2)
+    return path

@@ -33,7 +33,7 @@ _DIFFERENCE = 1e-2
 # Under autocast, and of the loss a tenth of it; eager's gradients of the transformers are 0.005 to 0.01 from those in
 # float64
 _OF_BFLOAT16 = 5e-2
-_RATE = 1e-6  # see training.LEARNING_RATE
+_RATE = 1e-6  # see doors.LEARNING_RATE
 
 
 class Loss(nn.Module):
