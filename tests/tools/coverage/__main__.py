@@ -1,5 +1,5 @@
-"""``python -m tests.tools.coverage [--only op_db,module_db] [--names sort,nn.Linear] [--pieces N --piece I] [--minutes
-M] [--resume FILE] [--docs]``"""
+"""``python -m tests.tools.coverage [--only op_db,module_db] [--names sort,nn.Linear] [--minutes M] [--resume FILE]
+[--docs]``"""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ def main() -> None:
         "--only", default=",".join(cases.DATABASES), help=f"databases, by default all: {','.join(cases.DATABASES)}"
     )
     parser.add_argument("--names", help="operators, by default all: sort,nn.Linear")
-    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces")
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -78,9 +76,7 @@ def main() -> None:
         for o in report.operators(report.latest(records))
         if o["complete"] and o["samples"] >= options.samples and o["verdict"] not in again
     }
-    chunks = [tuple(operators[i : i + CHUNK]) for i in range(0, len(operators), CHUNK)][
-        options.piece - 1 :: options.pieces
-    ]
+    chunks = [tuple(operators[i : i + CHUNK]) for i in range(0, len(operators), CHUNK)]
     jobs = [
         processes.Job(left, options.way, options.samples, options.size)
         for chunk in chunks

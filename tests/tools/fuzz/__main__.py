@@ -35,10 +35,6 @@ def main() -> None:
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes, by default one per core"
     )
     parser.add_argument(
-        "--pieces", type=int, default=1, metavar="N", help="run one of N pieces; pieces of one FILE may run at once"
-    )
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
-    parser.add_argument(
         "--limit", type=float, default=30, metavar="S", help="seconds after which a mutation counts as hanging"
     )
     parser.add_argument(
@@ -87,7 +83,7 @@ def main() -> None:
                     )
 
         start, before = time.monotonic(), len(done)
-        left = sorted(set(range(options.piece - 1, options.count, options.pieces)) - {r["number"] for r in done})
+        left = sorted(set(range(options.count)) - {r["number"] for r in done})
         processes.run(
             options.seed,
             left,

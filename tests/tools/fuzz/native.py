@@ -1,5 +1,4 @@
-"""``python -m tests.tools.fuzz.native [--count N] [--minutes M] [--seed N] [--piece I --pieces N] [--bases NAMES]
-[--docs STEM]``
+"""``python -m tests.tools.fuzz.native [--count N] [--minutes M] [--seed N] [--bases NAMES] [--docs STEM]``
 
 Run the same mutations through the C library with its standalone backend. Both are built with AddressSanitizer,
 LeakSanitizer and UndefinedBehaviorSanitizer; every report is a fault. Packages and cache are in memory. Results are
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..resumable import records as read_records
@@ -105,14 +104,6 @@ def run(
     return outcomes, faults
 
 
-def batches(options: argparse.Namespace, done: set[int]) -> Iterator[int]:
-    yield from (
-        first
-        for first in range((options.piece - 1) * BATCH, options.count, options.pieces * BATCH)
-        if first not in done
-    )
-
-
 def page(records: Sequence[dict[str, object]], seed: int) -> str:
     """Return the results as Markdown."""
     outcomes, faults = Counter[str](), list[object]()
@@ -153,8 +144,6 @@ def main() -> None:
         metavar="M",
         help="start nothing new after M minutes; run again to continue",
     )
-    parser.add_argument("--pieces", type=int, default=1, metavar="N", help="run one of N pieces; they may run at once")
-    parser.add_argument("--piece", type=int, default=1, metavar="I", help="the number of the piece, from 1")
     parser.add_argument(
         "--packages",
         type=Path,
@@ -173,9 +162,10 @@ def main() -> None:
     program = build(options.packages / "sanitized")
     kept = options.packages / f"native-{options.seed}.jsonl"
     records = read_records(kept)
+    done = {r["first"] for r in records}
     deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="aotb-fuzz-", dir="/dev/shm") as folder, kept.open("a") as file:
-        for first in batches(options, {r["first"] for r in records}):
+        for first in (n for n in range(0, options.count, BATCH) if n not in done):
             if time.monotonic() > deadline:
                 break
             numbers = range(first, min(first + BATCH, options.count))
