@@ -163,30 +163,6 @@ def compared(
     return {"worst": name, "ratio": worst}
 
 
-def level_sizes(folder: Path) -> list[dict[str, Any]]:
-    """Return the bytes that each target adds, for three cases of :func:`build` in ``folder``."""
-    import aot_backward as ab
-    from aot_backward_runtime.package.archive import open_package
-    from aot_backward_runtime.package.targets import targets_of
-
-    rows = []
-    for name in ("mlp", "conv", STEP):
-        out = folder / f"{name}-levels.pt2"
-        started = time.perf_counter()
-        ab.rebuild(folder / f"{name}.pt2", out, target="cpu:sse4,cpu:avx2,cpu:avx512")
-        seconds = time.perf_counter() - started
-        archive = open_package(out)
-        sizes = archive.members()
-        row: dict[str, Any] = {"case": name, "package_bytes": out.stat().st_size, "seconds": seconds}
-        for number, target in enumerate(targets_of(archive.manifest)):
-            row[target.name] = sum(
-                sizes[s.every_build[number].member].size for s in archive.manifest.libraries.values()
-            )
-        row["graphs"] = sum(sizes[s.graph].size for s in archive.manifest.libraries.values())
-        rows.append(row)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.rebuild_matrix")
     parser.add_argument(
@@ -196,17 +172,15 @@ def main() -> None:
         help="interpreters with other versions of torch, and with this project installed or on their path",
     )
     parser.add_argument("--docs", type=Path, metavar="STEM", help="also write STEM.md and STEM.json")
-    parser.add_argument("--do", choices=("build", "rebuild", "levels"), help=argparse.SUPPRESS)
+    parser.add_argument("--do", choices=("build", "rebuild"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.do:
-        todo = {"build": build, "rebuild": rebuild, "levels": lambda folder: print(json.dumps(level_sizes(folder)))}
-        made = todo[options.do](options.folder)
-        assert made is None
+        {"build": build, "rebuild": rebuild}[options.do](options.folder)
         return
     if not options.other:
         parser.error("--other: expected the interpreter of an environment with another torch, got nothing")
-    ways, sizes = [], []
+    ways = []
     pythons = [sys.executable, *options.other]
     for builder in pythons:
         with tempfile.TemporaryDirectory() as folder:
@@ -217,28 +191,27 @@ def main() -> None:
             for rebuilder in (p for p in pythons if p != builder):
                 _call(rebuilder, "rebuild", folder)
                 ways.append({"built": version, **json.loads((Path(folder) / "rebuilt.json").read_text())})
-            sizes = sizes or json.loads(_call(builder, "levels", folder))
-    text = page(ways, sizes)
+    text = page(ways)
     print(text)
     if options.docs:
         options.docs.with_suffix(".md").write_text(text)
-        options.docs.with_suffix(".json").write_text(json.dumps({"ways": ways, "levels": sizes}, indent=1) + "\n")
+        options.docs.with_suffix(".json").write_text(json.dumps({"ways": ways}, indent=1) + "\n")
     wrong = [r["case"] for w in ways for r in w["rows"] if "error" in r or not r["ratio"] <= 1]
     sys.exit(f"wrong or failed: {', '.join(wrong)}" if wrong else 0)
 
 
-def _call(python: str, what: str, folder: str) -> str:
+def _call(python: str, what: str, folder: str) -> None:
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "AOT_BACKWARD_CACHE": cache}
         argv = [python, "-m", "tests.tools.rebuild_matrix", "--do", what, "--folder", folder]
-        return subprocess.run(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+        subprocess.run(argv, cwd=ROOT, env=env, check=True)
 
 
-def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
+def page(ways: list[dict[str, Any]]) -> str:
     from .benchmarks import report
 
     parts = [
-        "# Rebuilding under another torch, and for other processors",
+        "# Rebuilding under another torch",
         "",
         "```",
         report.header(report.machine([torch.get_num_threads()])),
@@ -261,17 +234,7 @@ def page(ways: list[dict[str, Any]], sizes: list[dict[str, Any]]) -> str:
         "",
         "Both compile caches were empty; all cores were used. Compared: outputs, gradients and buffers of a module, or losses and parameters of a",
         f"training step, at {FRESH} new rows. The tolerance is {FACTOR} times that of the tests against eager.",
-        "",
-        "## Size of each target",
-        "",
-        "| case | cpu:sse4 kB | cpu:avx2 kB | cpu:avx512 kB | graphs as data kB | whole package kB | rebuilding all three s |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for r in sizes:
-        levels = " | ".join(f"{r[level] / 1e3:.0f}" for level in ("cpu:sse4", "cpu:avx2", "cpu:avx512"))
-        parts.append(
-            f"| {r['case']} | {levels} | {r['graphs'] / 1e3:.1f} | {r['package_bytes'] / 1e3:.0f} | {r['seconds']:.1f} |"
-        )
     return "\n".join(parts) + "\n"
 
 
