@@ -237,6 +237,7 @@ class Forces(nn.Module):
         self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.requires_grad_()  # accepted, since x already requires a gradient
         energy = self.net(x).square().sum()
         (slope,) = torch.autograd.grad(energy, x, create_graph=True)
         return energy, -slope
