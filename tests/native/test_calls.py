@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -66,17 +65,6 @@ def test_what_a_function_takes_and_gives_is_described(loss: Function, fit: Funct
     numbers = fit.numbers()
     assert numbers[0, "lr", -1] == 1e-3 and numbers[1, "lr", -1] == 1e-2 and numbers[-1, "clip_norm", -1] == 0.5
     assert fit.count(NUMBERS) == len(numbers)
-
-
-@pytest.mark.parametrize("rows", [2, 5, 64])
-def test_other_sizes(loss: Function, rows: int) -> None:
-    x = torch.randn(rows, 3)
-    value, gradients = load(PAIR).grad("loss")(x)
-    found = loss.run(x)
-    assert torch.equal(found[0], value)
-    by_name = dict(zip((n for n, _ in loss.describe(GRADIENTS)), found[1:], strict=True))
-    assert torch.equal(by_name["x"], gradients["x"])
-    assert torch.equal(by_name["net.first.weight"], gradients["net.first.weight"])
 
 
 @pytest.mark.parametrize(
@@ -245,31 +233,6 @@ def test_an_input_in_memory_that_the_call_writes_is_refused() -> None:
         assert b"0.weight" in library().aotb_error()
 
 
-def test_training_goes_as_in_python(fit: Function) -> None:
-    """Accumulated gradients, scheduled hyperparameters, a skipped batch, and evaluation of the trained net."""
-    step, (x, y) = load(STEP).step("fit"), samples(8)
-    for group, lr in ((0, 3e-3), (1, 5e-3)):
-        step.param_groups[group]["lr"] = lr
-        fit.number(group, "lr", lr)
-    for half in (x[:4], x[4:]):
-        expected = step(half, y[:4], update=False)
-        assert torch.equal(fit.accumulate(half.contiguous(), y[:4])[0], expected)
-    assert fit.progress().accumulated == 2
-    step.step()
-    fit.update()
-    assert step.grad_norm is not None and fit.progress().grad_norm == step.grad_norm.item()
-    bad = x.clone()
-    bad[0, 0] = math.inf
-    fit.run(bad, y)
-    step(bad, y)
-    progress = fit.progress()
-    assert (progress.updates, progress.skipped, progress.accumulated) == (step.count, step.skipped, 0) == (1, 1, 0)
-    step(x, y, update=False), fit.accumulate(x, y)
-    assert torch.equal(fit.run(x, y)[0], step(x, y))
-    for name, tensor in {**step.parameters, **step.buffers}.items():
-        torch.testing.assert_close(fit.state(name), tensor.detach(), rtol=0, atol=0, equal_nan=True)
-
-
 def test_gradients_that_are_dropped(fit: Function) -> None:
     x, y = samples(8)
     refused(fit.update, INPUT, "no gradients have been accumulated")
@@ -307,40 +270,3 @@ def test_a_module_with_several_variants_and_absent_gradients() -> None:
         refused(lambda: module.backward(torch.ones(4, 1)), INPUT, "shape (4, 1)", "expected (5, 1)")
         module.train(False)
         refused(lambda: module.forward(x), INPUT, "mode 'eval'", "exported for 'train'")
-
-
-def test_a_function_serves_one_caller_at_a_time(loss: Function) -> None:
-    """Two threads call one function. Each call is right or raises an error."""
-    x = torch.randn(64, 3)
-    expected, wrong = loss.run(x)[0], []
-
-    def call() -> None:
-        for _ in range(300):
-            out, given = DLTensor(), dl_tensor(x)
-            value = torch.zeros(())
-            out = dl_tensor(value)
-            status = library().aotb_run(loss.handle, ctypes.byref(given), 1, ctypes.byref(out), 1)
-            if status not in (0, INPUT) or (status == 0 and not torch.equal(value, expected)):
-                wrong.append(status)
-
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_functions_of_several_threads_run_beside_each_other() -> None:
-    x, results = torch.randn(64, 3), []
-
-    def call() -> None:
-        with c_library.function(PAIR, "loss") as own:
-            results.append([own.run(x)[1] for _ in range(50)][-1])
-
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and all(torch.equal(r, results[0]) for r in results)

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from aot_backward_runtime import load
-
 from ..support import c_library, golden_files
 from ..support.c_library import GRADIENTS, INPUT, NAME, DLTensor, dl_tensor, library, tensor_of
 from ..support.golden_packages import arguments
@@ -388,11 +386,3 @@ def test_scaled_gradients_in_c_belong_to_the_function_and_leave_other_results_al
         assert called.describe(GRADIENTS) == [("positions", ("s0", "3"))]
         c_library.check(library().aotb_scale(called.handle, b"positions", ctypes.c_double(1)))
         assert torch.equal(called.run(positions, kinds)[3], gradient)  # type: ignore[arg-type]
-
-
-def test_converted_inputs_agree_with_the_runtime() -> None:
-    positions, kinds = samples(40)
-    (value, _), gradients = abn.load(hosted()).grad(cast=True)(positions.float(), kinds.int())
-    (expected, _), wanted = load(hosted()).grad()(positions.float().double(), kinds)
-    np.testing.assert_allclose(value, expected)
-    np.testing.assert_allclose(gradients["positions"], wanted["positions"])

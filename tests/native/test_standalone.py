@@ -211,47 +211,6 @@ def test_operators_that_are_missing_are_decomposed(tmp_path: Path) -> None:
             gradients.values() if isinstance(gradients, dict) else [gradients], inputs, strict=True
         ):
             torch.testing.assert_close(torch.as_tensor(found), tensor.grad, rtol=1e-4, atol=1e-5)
-
-
-def _energy(positions: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """Return an energy of atoms in a periodic cell: a term of their places and one of pressure."""
-    places = positions @ torch.linalg.inv(cell)
-    return torch.cos(2 * torch.pi * places).sum() + torch.linalg.det(cell).log()
-
-
-def _evidence(x: torch.Tensor, y: torch.Tensor, width: torch.Tensor) -> torch.Tensor:
-    """Return the negative log-likelihood of a Gaussian process."""
-    kernel = torch.exp(-((x[:, None] - x) / width).square().sum(2)) + 0.1 * torch.eye(x.shape[0], dtype=x.dtype)
-    factor = torch.linalg.cholesky(kernel)
-    return (
-        0.5 * y @ torch.linalg.solve(kernel, y)
-        + factor.diagonal().log().sum()
-        + torch.linalg.solve_triangular(factor, y[:, None], upper=False).sum()
-    )
-
-
-def test_linear_algebra_runs_without_pytorch(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    cell = torch.eye(3, dtype=torch.float64) * 4 + torch.rand(3, 3, dtype=torch.float64)
-    y = torch.randn(9, dtype=torch.float64)
-    examples = {
-        "energy": (_energy, [torch.randn(7, 3, dtype=torch.float64), cell]),
-        "evidence": (_evidence, [torch.randn(9, 2, dtype=torch.float64), y, torch.tensor(0.7, dtype=torch.float64)]),
-    }
-    entries = {name: ab.Grad(function, [ab.Variant(tuple(example))]) for name, (function, example) in examples.items()}
-    ab.export(tmp_path / "f.pt2", entries, tune="none", runtime="standalone")
-    package = abn.load(tmp_path / "f.pt2")
-    for name, (function, example) in examples.items():
-        inputs = [(t + 0.1 * torch.randn_like(t)).requires_grad_() for t in example]
-        expected = function(*inputs)
-        expected.backward()
-        entry = package.grad(name)
-        if name == "energy":
-            with pytest.raises(abn.ExecutionError, match=r"linalg\.inv: the matrix is singular: pivot 1 is 0"):
-                entry(inputs[0].detach(), torch.zeros(3, 3, dtype=torch.float64))
-        value, gradients = entry(*[t.detach() for t in inputs])
-        torch.testing.assert_close(torch.as_tensor(value), expected.detach())
-        for found, tensor in zip(gradients.values(), inputs, strict=True):
             torch.testing.assert_close(torch.as_tensor(found), tensor.grad)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import os
 import re
 import runpy
 import shutil
@@ -26,6 +25,7 @@ from aot_backward_runtime import load
 from aot_backward_runtime.package.archive import open_package
 from aot_backward_runtime.package.targets import standalone_by_target
 
+from ..conftest import aot_backward
 from ..support import chromium, exports
 from .test_other_machines import bend
 from .test_other_machines import entries as corpus
@@ -38,11 +38,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js"),
 ]
 needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
-
-
-def aot_backward(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "aot_backward.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
 def node(folder: Path, script: str) -> Any:
@@ -484,68 +479,27 @@ def test_what_cannot_be_written_is_refused_at_once(package: Path, tmp_path: Path
     file, held = tmp_path / "file", tmp_path / "held"
     file.touch()
     (held / "module.wasm").mkdir(parents=True)
-    said = {
+    convert, export = ("convert", package), ("export", EXAMPLE / "export.py:entries")
+    missing = tmp_path / "x"
+    for (verb, source), output, options, message in (
         (
-            "convert",
-            package,
-            "--format",
-            "wasm",
-            "-o",
+            convert,
             file,
-        ): f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
-        (
-            "convert",
-            package,
-            "--format",
-            "wasm",
-            "-o",
-            held,
-        ): f"{held}/module.wasm: expected a file or nothing, got a folder",
-        (
-            "convert",
-            package,
-            "--format",
-            "wasm",
-            "-o",
-            tmp_path / "no" / "where",
-        ): "expected a folder, got nothing of that name. Make it first.",
-        (
-            "convert",
-            package,
-            "--format",
-            "wasm",
-            "-o",
-            tmp_path / "x",
-            "--entry",
-            "net",
-        ): "--entry does not apply to --format wasm",
-        (
-            "export",
-            EXAMPLE / "export.py:entries",
-            "--format",
-            "wasm",
-            "-o",
-            tmp_path / "x",
-            "--no-weights",
-        ): "--weights does not apply to --format wasm",
-    }
-    for command, message in said.items():
-        done = aot_backward(*command)
+            (),
+            f"{file}: expected a folder for index.mjs, index.d.mts, module.mjs, module.wasm, package.pt2",
+        ),
+        (convert, held, (), f"{held}/module.wasm: expected a file or nothing, got a folder"),
+        (convert, tmp_path / "no" / "where", (), "expected a folder, got nothing of that name. Make it first."),
+        (convert, missing, ("--entry", "net"), "--entry does not apply to --format wasm"),
+        (export, missing, ("--no-weights",), "--weights does not apply to --format wasm"),
+    ):
+        done = aot_backward(verb, source, "--format", "wasm", "-o", output, *options)
         assert done.returncode and message in done.stderr
     done = aot_backward(
-        "convert", package, "--format", "wasm", "-o", tmp_path / "x", PATH=str(Path(sys.executable).parent)
+        "convert", package, "--format", "wasm", "-o", missing, env={"PATH": str(Path(sys.executable).parent)}
     )
     assert (
         done.returncode
         and "code for wasm32 needs the compiler em++, and none was found: apt-get install emscripten" in done.stderr
     )
     assert sorted(tmp_path.iterdir()) == [file, held] and [p.name for p in held.iterdir()] == ["module.wasm"]
-
-
-def test_code_for_it_is_refused_here(tmp_path: Path) -> None:
-    ab.export(tmp_path / "bend.pt2", {"bend": ab.Grad(bend, [ab.Variant((torch.ones(4, 3),))])}, tune="none")
-    ab.rebuild(tmp_path / "bend.pt2", tmp_path / "there.pt2", target="cpu:wasm")
-    with pytest.raises(ab.IncompatibleError, match="it was built for linux wasm32, this is linux x86_64"):
-        load(tmp_path / "there.pt2")
-    with pytest.raises(abn.IncompatibleError, match="it was built for wasm32, this is x86_64"):
-        abn.load(tmp_path / "there.pt2")
