@@ -763,9 +763,12 @@ def doubled_parameter() -> nn.Module:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_name_and_place(case: str, tmp_path: Path) -> None:
     make, message = REFUSED[case]
+    module = make()
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with pytest.raises(ExportError, match=message):
-        ab.export_module(make(), (X.clone().requires_grad_("input" not in case),), path=tmp_path / "no.pt2")
+        ab.export_module(module, (X.clone().requires_grad_("input" not in case),), path=tmp_path / "no.pt2")
     assert not list(tmp_path.iterdir())
+    torch.testing.assert_close(dict(module.named_buffers()), buffers)
 
 
 def test_a_size_that_torch_geometric_reads_from_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import operator
 import os
 import shutil
@@ -31,7 +30,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 import aot_backward as ab
 import aot_backward_exporters
 from aot_backward_exporters.graph import Artifact, Graph
-from aot_backward_exporters.inductor import compile, lowering, patches, settings, targets
+from aot_backward_exporters.inductor import compile, settings
 from aot_backward_exporters.inductor.cache_key import canonical_graph
 from aot_backward_exporters.toolchain import compile_cache, cpp_source, gcc
 from aot_backward_runtime.errors import ExportError
@@ -89,20 +88,6 @@ def capture(
         if attribute in used
     }
     return Graph(name, traced, (), (), keys, len(traced.graph.nodes)), mode
-
-
-def run(artifact: Artifact, weights: Weights, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Bind ``weights``, by weight key, and call the library."""
-    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(artifact.library), 1)
-    runner.update_constant_buffer({name: weights[key] for name, key in artifact.constants.items()}, False, True, True)
-    return runner.run(list(inputs))
-
-
-def eager(graph: Graph, weights: Weights, *inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    module = torch.fx.GraphModule(graph.module, graph.module.graph)
-    for attribute, (key, _) in graph.constants.items():
-        module.register_buffer(attribute, weights[key])
-    return module(*inputs)
 
 
 def layer(w: dict[str, torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
@@ -182,20 +167,6 @@ def compiled(new_cache: Callable[[], Path], tmp_path_factory: pytest.TempPathFac
             assert {p.suffix for p in inductor.rglob("*") if p.is_file()} <= {".lock"}  # no probes of the processor
             out.append(Compiled(graph, artifact, key, root))
     yield out
-
-
-def test_new_weights_reach_the_code(compiled: list[Compiled]) -> None:
-    for c in compiled:
-        assert set(c.artifact.constants.values()) == set(weights(torch.ones))
-        for rows in (5, 9):
-            torch.manual_seed(rows)
-            ours, x = weights(torch.randn), torch.randn(rows, 8)
-            theirs = {name: value.clone() for name, value in ours.items()}
-            for mine, reference in zip(run(c.artifact, ours, x), eager(c.graph, theirs, x), strict=True):
-                torch.testing.assert_close(mine, reference)
-            assert ours["steps"] == 1
-            for name, value in theirs.items():  # buffers are updated in your own tensors
-                torch.testing.assert_close(ours[name], value)
 
 
 @since("2.13", "does not number the arrays of its wrapper in the order of the graph: other bytes, the same code")
@@ -465,59 +436,6 @@ def test_what_else_is_asked_for_changes_the_key() -> None:
     form = canonical_graph(graph, mode.shape_env)
     others = [dataclasses.replace(graph, profiled=True), dataclasses.replace(graph, donated=(0,))]
     assert len({compile._key(form, "cpu", one) for one in (graph, *others)}) == 3
-
-
-def test_what_the_compiler_assumed_survives_the_cache(cache: Path, tmp_path: Path) -> None:
-    """The diagonal of a matrix is compiled for a first size that is the shorter one, which is a guard. The sum does not
-    narrow the size."""
-    seen = []
-    for source in ("a", "b"):
-        graph, mode = capture(lambda w, x: [x.diagonal() + x.sum()], [ROWS], {}, source=source)
-        before = len(mode.shape_env.guards)
-        folder = tmp_path / source
-        folder.mkdir()
-        artifact = compile.compile_graphs([graph], folder=folder, fake_mode=mode)[graph.name]
-        new = [guard.expr for guard in mode.shape_env.guards[before:]]
-        assert [guard.free_symbols <= mode.shape_env.var_to_range.keys() for guard in new] == [True]
-        seen.append((artifact.library.name, str(new[0].replace(lambda e: e.is_Symbol, lambda e: type(e)("s")))))
-    assert seen[0] == seen[1]
-    assert seen[0][1] == "s <= 8"
-    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
-    (mine,) = run(artifact, {}, x)
-    torch.testing.assert_close(mine, x.diagonal() + x.sum(), rtol=1e-4, atol=1e-3)
-
-
-def test_a_convolution_takes_any_batch(tmp_path: Path) -> None:
-    values = {"kernel": torch.ones(4, 3, 3, 3), "bias": torch.ones(4)}
-    with patches.sizes_left_open():
-        graph, mode = capture(
-            lambda w, x: [torch.nn.functional.conv2d(x, w["kernel"], w["bias"])], [torch.ones(4, 3, 8, 8)], values
-        )
-    plain = targets.processor("cpu")
-    with gcc.record_commands(tmp_path, plain.march):
-        lowered = lowering.lower(graph, canonical_graph(graph, mode.shape_env), tmp_path / "inductor", mode, 0, plain)
-    assert lowered.guards == []
-
-
-@pytest.fixture(scope="module")
-def operators() -> Iterator[None]:
-    library = torch.library.Library("aoti_test", "DEF")
-    library.define("stretch(Tensor x, float factor, int[] dims) -> (Tensor, Tensor)")
-    library.impl("stretch", lambda x, factor, dims: (x * factor, x.sum(dims)), "CPU")
-    library.impl("stretch", lambda x, factor, dims: (torch.empty_like(x), x.sum(dims)), "Meta")
-    yield
-    library._destroy()
-
-
-def test_custom_operators_come_with_their_json(operators: None, cache: Path, tmp_path: Path) -> None:
-    values = {"a": torch.randn(8)}
-    graph, mode = capture(lambda w, x: torch.ops.aoti_test.stretch(x * w["a"], 2.5, [0]), [ROWS], values)
-    artifact = compile.compile_graphs([graph], folder=tmp_path, fake_mode=mode)[graph.name]
-    assert artifact.operators == ("aoti_test::stretch",)
-    assert artifact.extern == artifact.library.with_suffix(".json")
-    assert json.loads(artifact.extern.read_text())["nodes"][0]["node"]["target"] == "aoti_test::stretch"
-    for mine, reference in zip(run(artifact, values, ROWS), eager(graph, values, ROWS), strict=True):
-        torch.testing.assert_close(mine, reference)
 
 
 def refused(captured: Captured, folder: Path) -> str:

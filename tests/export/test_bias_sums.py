@@ -96,22 +96,3 @@ def test_what_is_rewritten(case: str) -> None:
     expected, ours = function(*given), graph(*given)
     torch.testing.assert_close(ours, expected)
     assert ours.stride() == expected.stride()
-
-
-class Turned(nn.Module):
-    """Sums with the memory layout of their first term."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added, self.weight = nn.Parameter(some(6, 4)), nn.Parameter(some(3, 6))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.added.t() + x @ self.weight, x @ self.weight + self.added.t()
-
-
-def test_results_are_in_memory_as_eagers_are(tmp_path: Path) -> None:
-    model, x = Turned(), some(4, 3)
-    exported = load(ab.export_module(model, (x,), path=tmp_path / "turned.pt2")).module()
-    for ours, expected in zip(exported(x), model(x), strict=True):
-        torch.testing.assert_close(ours, expected)
-        assert ours.stride() == expected.stride()

@@ -32,18 +32,6 @@ class Pairs(nn.Module):
         return self.second(near @ hidden).square().mean() + (near.T @ near).sum()
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(10, 16), nn.LayerNorm(16)
-        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(tokens))
-        x = x + self.attend(x, x, x, need_weights=False)[0]
-        return nn.functional.cross_entropy(x.flatten(0, 1), tokens.flatten()) + x.cumsum(1).logsumexp(-1).mean()
-
-
 class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +80,6 @@ CASES = {
         [dynamic("atoms")],
         ("module", "grad", "step"),
     ),
-    "attention": (Attention, lambda n: (torch.randint(0, 10, (n, n + 1)),), [dynamic("rows", "length")], ("grad",)),
     "images": (Images, lambda n: (torch.randn(n, 1, 8, 8),), [dynamic("rows", least=1)], ("module", "grad")),
     "words": (
         Words,

@@ -162,19 +162,8 @@ def test_sums_along_axes_become_sums_of_rows(case: str) -> None:
 
 OTHERS = {
     "pairs": (outer, torch.zeros(9, 4, 6), torch.randn(9, 5), I5, I5),
-    "an index of two axes": (second, torch.zeros(20, 8), torch.randn(20, 2, 3), I6.view(2, 3)),
     "broadcast values": (second, torch.zeros(20, 8), torch.randn(20, 1), I6),
-    "not beside each other": (
-        lambda to, v, a, b: put(to, v, a, None, b),
-        torch.zeros(4, 9, 6),
-        torch.randn(5, 6, 9),
-        I5[:, None],
-        I6,
-    ),
     "strides": (second, torch.randn(8, 20).t(), torch.randn(20, 6), I6),
-    "integers": (second, torch.zeros(20, 8, dtype=torch.int64), torch.randint(9, (20, 6)), I6),
-    "half": (second, torch.zeros(20, 8).bfloat16(), torch.randn(20, 6).bfloat16(), I6),
-    "short rows": (second, torch.zeros(3, 8), torch.randn(3, 6), I6),
     "assigned": (
         lambda to, v, index: aten.index_put(to, [None, index], v),
         torch.zeros(20, 8),

@@ -139,16 +139,6 @@ def test_verify_compares_sketches_and_says_so(package: Path, tmp_path: Path) -> 
         assert done.returncode == 1 and f"{name.rpartition('/')[2]} is off by" in done.stderr, done.stderr
 
 
-def test_gradients_are_eagers(package: Path) -> None:
-    net, x = Wide(), torch.randn(6, 160)
-    value, gradients = load(package).grad("loss")(x)
-    expected = net(x)
-    expected.backward()
-    torch.testing.assert_close(value, expected.detach())
-    for name, parameter in net.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad)
-
-
 def test_the_reference_where_float64_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Float64 draws other random numbers. By then eager's gradients were freed for its gradients, so they are computed
     again."""

@@ -69,17 +69,9 @@ def test_what_eager_gives(case: str) -> None:
     assert (value.stride(), index.stride(), index.dtype) == (expected.stride(), place.stride(), place.dtype)
 
 
-KEPT = {
-    "few channels": torch.randn(2, 3, 8, 8),
-    "double precision": torch.randn(2, 8, 8, 8).double(),
-    "half precision": torch.randn(2, 8, 8, 8).bfloat16(),
-    "channels last": torch.randn(2, 8, 8, 8).to(memory_format=torch.channels_last),
-}
-
-
-@pytest.mark.parametrize("case", KEPT)
-def test_what_is_left_to_the_kernel(case: str) -> None:
-    assert kernels(rewritten(lambda x: POOL(x, [2, 2]), KEPT[case])) == 1
+def test_channels_last_is_left_to_the_kernel() -> None:
+    x = torch.randn(2, 8, 8, 8).to(memory_format=torch.channels_last)
+    assert kernels(rewritten(lambda x: POOL(x, [2, 2]), x)) == 1
 
 
 def test_a_window_of_many_numbers_is_left_to_the_kernel() -> None:

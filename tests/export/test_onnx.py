@@ -24,7 +24,7 @@ from aot_backward.cli import main
 from aot_backward_exporters.decompositions import convolution
 
 from ..conftest import PROGRAM
-from ..support import oracle
+from ..support import oracle, zoo
 from ..support.onnx_files import Session, gradients, train
 from ..tools.model_table import models
 
@@ -55,22 +55,7 @@ def assert_close(actual: dict[str, np.ndarray], wanted: dict[str, torch.Tensor],
         assert error <= relative * scale, f"{name}: off by {error:.3g} of {scale:.3g}"
 
 
-MODELS = (
-    "mlp",
-    "conv",
-    "lstm",
-    "encoder",
-    "embedding",
-    "bert",
-    "llama",
-    "two",
-    "autocast",
-    "resnet",
-    "vit",
-    "gpt2",
-    "t5",
-)
-"""The foundation zoo, then ResNet-like, ViT-like, GPT-2 and T5."""
+MODELS = (*zoo.NAMES, "resnet", "vit", "gpt2", "t5")
 
 
 @pytest.mark.parametrize("name", MODELS)

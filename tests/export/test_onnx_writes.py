@@ -96,23 +96,6 @@ def test_writes_in_place_equal_eagers(tmp_path: Path) -> None:
     compared(tmp_path, module, {"x": torch.randn(7, 4)})
 
 
-def test_each_write_is_served_alone(tmp_path: Path) -> None:
-    """The graph contains only one of the writes from the issue."""
-    for n, name in enumerate(("a column", "a row", "behind an ellipsis")):
-        code = WRITES[name]
-
-        def loss(x: torch.Tensor, code: str = code) -> torch.Tensor:
-            names = {"h": x.sin(), "x": x}
-            exec(code, names)
-            return (names["h"] * names["h"]).sum()
-
-        (file,) = ab.export_onnx(
-            tmp_path / f"{n}.onnx",
-            {"g": ab.Grad(lambda x, loss=loss: loss(x), [ab.Variant((torch.randn(3, 4),))], wrt="x")},
-        )
-        assert file.compared.startswith("onnxruntime")
-
-
 class Normed(nn.Module):
     """Weight normalization along either end, over the whole, and of a convolution; spectral normalization."""
 

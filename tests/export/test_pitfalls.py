@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import aot_backward as ab
-from aot_backward_exporters import torch_api
-from aot_backward_runtime import ExportError, WeightsError, load
+from aot_backward_runtime import ExportError, load
 
 from ..support.oracle import assert_same, run
 
@@ -32,20 +29,6 @@ def test_a_submodule_frozen_in_eval_stays_frozen(tmp_path: Path) -> None:
         loaded = load(ab.export(tmp_path / f"{i}.pt2", {"net": ab.Module(net, [ab.Variant((x,), mode=mode)])})).module()
         assert_same(run(loaded, (x,), 1), run(net, (x,), 1))
         assert not net[1].training and int(loaded.get_buffer("1.num_batches_tracked")) == 0
-
-
-def test_other_shapes_or_strides_at_the_same_address_are_seen(tmp_path: Path) -> None:
-    net = nn.Linear(4, 4, bias=False)
-    x = torch.randn(3, 4)
-    model = load(ab.export_module(net, (x,), path=tmp_path / "net.pt2")).module()
-    model(x)
-    good = model.weight.data
-    for wrong, message in ((good.t(), r"weight has strides \(1, 4\)"), (good[:2], r"weight has shape \(2, 4\)")):
-        model.weight.data = wrong
-        with pytest.raises(WeightsError, match=message):
-            model(x)
-    model.weight.data = good
-    assert_same(run(model, (x,), 1), run(net, (x,), 1))
 
 
 def test_parameters_that_overlap_are_refused(tmp_path: Path) -> None:
@@ -81,7 +64,7 @@ def test_each_variant_has_its_own_constants(tmp_path: Path) -> None:
 
 
 class Twice(nn.Module):
-    """One submodule under two names, and a buffer that the forward assigns."""
+    """One submodule under two names, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,92 +85,12 @@ def test_a_submodule_of_two_names_is_exported_and_left_whole(tmp_path: Path) -> 
     assert_same(run(loaded, (x,), 1), run(net, (x,), 1))
 
 
-def test_a_buffer_assigned_in_the_forward_does_not_reach_the_callers_module(tmp_path: Path) -> None:
-    class Assigns(Twice):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.kept = self.kept * 0.9 + x.detach().mean(0)
-            return super().forward(x)
-
-    net = Assigns()
-    kept = net.kept
-    with pytest.raises(ExportError, match="kept"):
-        ab.export_module(net, (torch.randn(3, 4),), path=tmp_path / "no.pt2")
-    assert net.kept is kept and torch.equal(kept, torch.ones(4))
-
-
-def test_an_index_out_of_range_is_an_error_of_that_call(tmp_path: Path) -> None:
-    """Inductor's check throws inside an OpenMP region, which would end the process. A subprocess turns that signal into
-    a failure."""
-
-    def loss(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(x, label)
-
-    path = ab.export_grad(loss, (torch.randn(64, 3), torch.randint(3, (64,))), wrt="x", path=tmp_path / "loss.pt2")
-    script = """
-import sys, torch
-from aot_backward_runtime import AotBackwardError, load
-f = load(sys.argv[1]).grad()
-x, label = torch.randn(64, 3), torch.randint(3, (64,))
-value, gradient = f(x, label)
-for wrong in (7, -1):
-    for call in (f, load(sys.argv[1]).grad()):  # one that was called before, and one that was not
-        bad = label.clone()
-        bad[5] = wrong
-        try:
-            call(x, bad)
-        except AotBackwardError as error:
-            print(type(error).__name__, error)
-again = f(x, label)
-assert torch.equal(again[0], value) and torch.equal(again[1], gradient)
-leaf = x.clone().requires_grad_()
-torch.nn.functional.cross_entropy(leaf, label).backward()
-torch.testing.assert_close(gradient, leaf.grad)
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, str(path)], capture_output=True, text=True, timeout=900
-    )
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == 4, (done.returncode, done.stdout, done.stderr)
-    for line in lines:
-        assert re.match(r"ExecutionError \S+grad\.0\.gradient\.so: native code failed \(", line), line
-        if torch_api.at_least("2.13"):  # before, the text is only on stderr
-            assert re.search(r"failed \(index out of bounds: .*, in cpp_fused_.*nll_loss", line), line
-            assert (
-                "an index among the inputs (of an embedding, a gather, a class label) is negative or too large" in line
-            )
-            assert not done.stderr
-
-
 def test_an_infinite_constant_is_refused_before_the_work(tmp_path: Path) -> None:
     def fill(x: torch.Tensor, value: float) -> torch.Tensor:
         return x.masked_fill(x > 0, value).exp().sum()
 
     with pytest.raises(ExportError, match=r"is -inf, which a package cannot hold as a constant; pass it as a tensor"):
         ab.export_grad(fill, (torch.randn(3), float("-inf")), wrt="x", path=tmp_path / "no.pt2")
-
-
-def test_an_output_changed_in_place_before_the_backward(tmp_path: Path) -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            h = torch.sigmoid(self.linear(x))
-            return h.view(-1), (h * 2).sum()
-
-    net, x = Views(), torch.randn(3, 4)
-    loaded = load(ab.export_module(net, (x,), path=tmp_path / "views.pt2")).module()
-    net(x)[1].backward()
-    flat, total = loaded(x)
-    with torch.no_grad():
-        flat.mul_(0)
-    try:  # eager's error if the compiled backward reads that memory; the right gradient if it computes the value again
-        total.backward()
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        torch.testing.assert_close(loaded.linear.weight.grad, net.linear.weight.grad)
 
 
 def test_a_group_norm_whose_eager_backward_ends_the_process_is_exported(tmp_path: Path) -> None:

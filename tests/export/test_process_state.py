@@ -20,7 +20,7 @@ from aot_backward.capture.program_module import FunctionModule
 from aot_backward.capture.trace import trace_program
 from aot_backward.checks import graph_check
 from aot_backward_exporters import torch_api
-from aot_backward_exporters.process_state import exclusive, patched, patched_items, without_convolution_libraries
+from aot_backward_exporters.process_state import patched, patched_items, without_convolution_libraries
 
 
 class Base:
@@ -91,27 +91,6 @@ def test_switches_are_put_back() -> None:
     with nnpack(enabled=False), without_convolution_libraries():
         pass
     assert torch.backends.nnpack.set_flags(True)[0]
-
-
-def test_a_second_thread_waits_until_the_first_has_put_back_what_it_changed() -> None:
-    seen: list[int] = []
-    entered = threading.Event()
-
-    def first() -> None:
-        with patched(Owner, value=2):
-            entered.set()
-            time.sleep(0.1)
-            seen.append(Owner.value)
-
-    def second() -> None:
-        entered.wait()
-        with exclusive():
-            seen.append(Owner.value)
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(first), pool.submit(second)]:
-            done.result()
-    assert seen == [2, 1]
 
 
 def replaced() -> Iterator[object]:

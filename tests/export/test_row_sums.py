@@ -145,16 +145,7 @@ def test_rows_are_added_by_scatter_add(case: str) -> None:
 OTHERS = {
     "strides": (put, torch.randn(16, 10).t(), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
     "expanded": (put, torch.randn(10, 1).expand(10, 16), torch.randint(-10, 10, (7,)), torch.randn(7, 16)),
-    "integers": (put, torch.zeros(10, 16, dtype=torch.int64), torch.randint(-10, 10, (7,)), torch.randint(9, (7, 16))),
     "a mask": (put, torch.zeros(10, 16), torch.rand(10) > 0.5, torch.randn(1, 16)),
-    "columns": (
-        lambda to, index, rows: aten.index_put(to, [None, index], rows, True),
-        torch.zeros(16, 20),
-        torch.arange(3),
-        torch.randn(16, 3),
-    ),
-    "numbers": (put, torch.zeros(10), torch.randint(-10, 10, (7,)), torch.randn(7)),
-    "short rows": (put, torch.zeros(10, 7), torch.randint(-10, 10, (7,)), torch.randn(7, 7)),
     "not added": (
         lambda to, index, rows: aten.index_put(to, [index], rows, False),
         torch.zeros(10, 16),

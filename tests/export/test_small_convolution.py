@@ -120,13 +120,8 @@ def _convolved(x: Tensor, weight: Tensor, **options: Any) -> Any:
 
 
 OTHERS: dict[str, Any] = {
-    "much data": (_convolved, drawn(64, 16, 32, 32), drawn(16, 16, 3, 3)),
-    "a large weight": (_convolved, drawn(2, 64, 2, 2), drawn(64, 64, 3, 3)),
-    "one number a kernel": (functional.conv2d, drawn(3, 4, 5, 5), drawn(6, 4, 1, 1)),
     "groups": (lambda x, w: _convolved(x, w, groups=2), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
     "transposed": (lambda x, w: functional.conv_transpose2d(x, w), drawn(2, 4, 6, 6), drawn(4, 2, 3, 3)),
-    "half precision": (_convolved, drawn(2, 4, 6, 6).bfloat16(), drawn(4, 4, 3, 3).bfloat16()),
-    "double precision": (_convolved, drawn(2, 4, 6, 6).double(), drawn(4, 4, 3, 3).double()),
     "channels last": (_convolved, drawn(2, 4, 6, 6).to(memory_format=torch.channels_last), drawn(4, 4, 3, 3)),
 }
 
