@@ -623,10 +623,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: hooked(lambda net: net.register_full_backward_pre_hook(lambda m, o: seen.append(o[0]))),
         r"the backward hook \S+<lambda> \(test_kinds\.py:\d+\), on the module itself: expected a gradient to be returned, got None",
     ),
-    "a parameter hook": (
-        lambda: hooked(lambda net: net[0].weight.register_hook(lambda g: 2 * g)),
-        r"the parameter '0\.weight' has a gradient hook, \S+<lambda> \(test_kinds\.py:\d+\).*sum over all uses.*register it on the loaded",
-    ),
     "a hook after accumulation": (
         lambda: hooked(lambda net: net[2].bias.register_post_accumulate_grad_hook(lambda p: None)),
         r"the parameter '2\.bias' has a post-accumulate-grad hook, \S+<lambda> \(test_kinds\.py:\d+\)",

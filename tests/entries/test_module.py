@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import aot_backward as ab
-from aot_backward_runtime import GradientError, InputError, WeightsError, load
+from aot_backward_runtime import InputError, WeightsError, load
 
 from ..support import exports, zoo
 from ..support.oracle import assert_same, run
@@ -248,13 +248,6 @@ def test_the_mode_that_is_missing(package: Path) -> None:
     x, y = zoo.make("two").args(4)
     with pytest.raises(InputError, match=r"is in mode 'eval' and was exported for 'train': call \.train\(\) on it"):
         only.eval()(x, y)
-
-
-def test_an_unfrozen_parameter(model: nn.Module) -> None:
-    two = load(exports.module("two", dynamic=True)).module()
-    two.scale.requires_grad_()
-    with pytest.raises(GradientError, match=r"scale requires a gradient, and was frozen"):
-        two(*zoo.make("two").args(4))
 
 
 def test_under_torch_compile(model: nn.Module) -> None:
