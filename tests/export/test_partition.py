@@ -71,6 +71,27 @@ def test_a_module_is_partitioned_twice_from_one_trace() -> None:
     assert len(first[0]) == 3
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.block(x).softmax(-1)
+
+
+def test_sizes_that_no_saved_tensor_has_are_carried_where_the_first_input_is_one() -> None:
+    """Under autocast the partitioner puts sizes before the tensors."""
+    net, x = Block(), torch.randn(5, 3, 8, requires_grad=True)
+    joint = trace_program(net, (x,), {}, {"x": {0: Dim("batch", min=2, max=64)}}, signature=net.forward)
+    pieces = partition.split_module(joint, "net", weights_of(net), forward_only=False)
+    assert pieces.backward is not None and pieces.backward.call is not None
+    assert any(operand.startswith("size:") for operand in pieces.backward.call.operands)
+    for graph in pieces.graphs:
+        graph.module.graph.lint()
+
+
 class Pointwise(nn.Module):
     """Operations that the min-cut partitioner would recompute in the backward from their input."""
 
