@@ -21,11 +21,11 @@ from ..support.backward_passes import SCENARIOS
 from ..support.exports import shared
 
 NAMES = (
-    "accumulated_over_steps", "another_thread", "autocast", "backward_in_a_backward", "broadcasting", "checkpointed", "checkpointed_reentrant",
-    "copy_slices", "custom_everything", "custom_that_raises", "custom_undefined_gradients", "dropouts", "fan_in", "grad_of_intermediate",
-    "grad_of_unused", "hook_that_raises", "hooks_come_and_go", "incoming_gradient_of_odd_strides", "inputs_leaf", "inputs_non_leaf", "lstm",
-    "mixed_dtypes", "module_hooks", "node_hooks", "post_accumulate_hooks", "queued_callbacks", "retained_gradients", "retained_graph",
-    "saved_tensor_hooks", "several_roots", "tensor_hooks", "tied_weights", "transposed_leaf_gradient", "two_threads", "view_of_a_clone", "views",
+    "autocast", "backward_in_a_backward", "broadcasting", "checkpointed", "checkpointed_reentrant", "copy_slices", "custom_everything",
+    "custom_that_raises", "custom_undefined_gradients", "dropouts", "fan_in", "grad_of_intermediate", "grad_of_unused", "hook_that_raises",
+    "hooks_come_and_go", "incoming_gradient_of_odd_strides", "inputs_non_leaf", "lstm", "mixed_dtypes", "module_hooks", "node_hooks",
+    "post_accumulate_hooks", "queued_callbacks", "retained_gradients", "retained_graph", "same_gradient_tensor_kept", "saved_tensor_hooks",
+    "several_roots", "tensor_hooks", "tied_weights", "transposed_leaf_gradient", "two_threads", "view_of_a_clone", "views",
 )  # fmt: skip
 INTERPRETED = {
     "custom_that_raises": "expected 5",  # a pass that raises is not recorded

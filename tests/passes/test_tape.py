@@ -32,7 +32,6 @@ LEFT_TO_EAGER = {
     "backward_in_a_hook": {_REENTRANT: 3},
     "double_backward": {"create_graph=True: compiled passes cannot be differentiated again": 3},
     "batched_gradients": {_BATCHED: 3},
-    "jacobian": {_BATCHED: 3},
     "update_through_a_view_of_another_type": {"view_fn not supported by compiled autograd": 3},
     "nothing_in_reach": {
         "the order in which eager runs the nodes cannot be derived from the roots of this pass": 2,
@@ -168,7 +167,7 @@ NAMES = [
     "mlp",
     "fan_in",
     "custom_undefined_gradients",
-    "custom_materialized_gradients",
+    "custom_zeros_of_every_kind",
     "copy_slices",
     "complex_numbers",
     "saved_tensor_hooks",

@@ -31,23 +31,16 @@ def splits(i: int, w: Any) -> Any:
     return torch.stack([(t.sin() * (j + 1)).sum() for j, t in enumerate(parts)]).sum()
 
 
-@scenario
-def unpacking_that_fails() -> Step:
-    w = leaf(3)
+@backward_of(lambda: leaf(3))
+def unpacking_that_fails(i: int, w: Any) -> Any:
+    def unpack(packed: Any) -> Any:
+        if i == 1:
+            raise OSError("gone")
+        return packed if i == 0 else 3
 
-    def step(i: int) -> Seen:
-        clear(w)
-
-        def unpack(packed: Any) -> Any:
-            if i == 1:
-                raise OSError("gone")
-            return packed if i == 0 else 3
-
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
-            y = (w * torch.randn(3)).exp()
-        return {"error": error(y.sum().backward), **grads(w)}
-
-    return step
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        y = (w * torch.randn(3)).exp()
+    return {"error": error(y.sum().backward)}
 
 
 @scenario
@@ -73,19 +66,13 @@ def custom_zeros_of_every_kind() -> Step:
     return step
 
 
-@scenario
-def hook_that_replaces_nothing() -> Step:
+@backward_of(lambda: (leaf(3), leaf(3)))
+def hook_that_replaces_nothing(i: int, w: Any, c: Any) -> Any:
     """An undefined gradient cannot be replaced."""
-    w, c = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w, c)
-        x = w * c
-        x.register_hook(lambda g: torch.ones(3))
-        u, v = Halves.apply(x, c)
-        return {"error": error((u + v).sum().backward), **grads(w, c)}
-
-    return step
+    x = w * c
+    x.register_hook(lambda g: torch.ones(3))
+    u, v = Halves.apply(x, c)
+    return {"error": error((u + v).sum().backward)}
 
 
 @scenario

@@ -18,30 +18,6 @@ def mlp(i: int, net: Any) -> Any:
 
 
 @scenario
-def accumulated_over_steps() -> Step:
-    net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
-
-    def step(i: int) -> Seen:
-        for _ in range(2):
-            net(torch.randn(batch(i), 4)).sum().backward()
-        return grads(net)
-
-    return step
-
-
-@scenario
-def zeroed_in_place() -> Step:
-    net = nn.Linear(4, 3)
-
-    def step(i: int) -> Seen:
-        net.zero_grad(set_to_none=False)
-        net(torch.randn(batch(i), 4)).exp().sum().backward()
-        return {**grads(net), "pointer": net.weight.grad is not None and net.weight.grad.data_ptr() % 4}
-
-    return step
-
-
-@scenario
 def same_gradient_tensor_kept() -> Step:
     """Accumulation writes into the existing tensor, and other holders of it see the change."""
     w = leaf(3, 3)
@@ -54,177 +30,87 @@ def same_gradient_tensor_kept() -> Step:
     return step
 
 
-@scenario
-def inputs_leaf() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        (a * b * torch.randn(batch(i), 3)).sum().backward(inputs=[b])
-        return grads(a, b)
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def inputs_non_leaf(i: int, a: Any, b: Any) -> Any:
+    log: list[object] = []
+    h = (a * torch.randn(batch(i), 3)).sin()
+    h.retain_grad()
+    h.register_hook(logging_hook(log, "h"))
+    (h * b).sum().backward(inputs=[h, b])
+    return {"h": h.grad, "log": log}
 
 
-@scenario
-def inputs_non_leaf() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        log: list[object] = []
-        h = (a * torch.randn(batch(i), 3)).sin()
-        h.retain_grad()
-        h.register_hook(logging_hook(log, "h"))
-        (h * b).sum().backward(inputs=[h, b])
-        return {**grads(a, b), "h": h.grad, "log": log}
-
-    return step
+@backward_of(lambda: nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 3)))
+def retained_graph(i: int, net: Any) -> Any:
+    loss = net(torch.randn(batch(i), 4)).square().sum()
+    loss.backward(retain_graph=True)
+    first = {f"first {k}": v for k, v in grads(net).items()}
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return first
 
 
-@scenario
-def retained_graph() -> Step:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 3))
-
-    def step(i: int) -> Seen:
-        clear(net)
-        loss = net(torch.randn(batch(i), 4)).square().sum()
-        loss.backward(retain_graph=True)
-        first = {f"first {k}": v for k, v in grads(net).items()}
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return {**first, **grads(net)}
-
-    return step
+@backward_of(lambda: leaf(3))
+def freed_graph(i: int, a: Any) -> Any:
+    loss = (a * torch.randn(batch(i), 3)).exp().sum()
+    loss.backward()
+    return {"error": error(loss.backward)}
 
 
-@scenario
-def freed_graph() -> Step:
-    a = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a)
-        loss = (a * torch.randn(batch(i), 3)).exp().sum()
-        loss.backward()
-        return {"error": error(loss.backward), **grads(a)}
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def several_roots(i: int, a: Any, b: Any) -> Any:
+    x = torch.randn(batch(i), 3)
+    h = (a * x).tanh()
+    torch.autograd.backward([h * b, h.sum(), b.exp()], [torch.randn(batch(i), 3), None, torch.randn(3)])
 
 
-@scenario
-def several_roots() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        x = torch.randn(batch(i), 3)
-        h = (a * x).tanh()
-        torch.autograd.backward([h * b, h.sum(), b.exp()], [torch.randn(batch(i), 3), None, torch.randn(3)])
-        return grads(a, b)
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def root_that_is_also_inside(i: int, a: Any, b: Any) -> Any:
+    h = (a * torch.randn(batch(i), 3)).tanh()
+    y = h * b
+    torch.autograd.backward(
+        [h, y, h, a], [torch.randn_like(h), torch.randn_like(h), torch.randn_like(h), torch.randn(3)]
+    )
 
 
-@scenario
-def root_that_is_also_inside() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        h = (a * torch.randn(batch(i), 3)).tanh()
-        y = h * b
-        torch.autograd.backward(
-            [h, y, h, a], [torch.randn_like(h), torch.randn_like(h), torch.randn_like(h), torch.randn(3)]
-        )
-        return grads(a, b)
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3), leaf(2)))
+def grad_of_unused(i: int, a: Any, b: Any, c: Any) -> Any:
+    y = (a * b * torch.randn(batch(i), 3)).sum()
+    first = torch.autograd.grad(y, [a, c, b], allow_unused=True, retain_graph=True)
+    second = torch.autograd.grad(y, [c, a], materialize_grads=True, retain_graph=True)
+    return {**named(first), **named(second, "materialized"), "error": error(lambda: torch.autograd.grad(y, [a, c]))}
 
 
-@scenario
-def grad_of_unused() -> Step:
-    a, b, c = leaf(3), leaf(3), leaf(2)
-
-    def step(i: int) -> Seen:
-        y = (a * b * torch.randn(batch(i), 3)).sum()
-        first = torch.autograd.grad(y, [a, c, b], allow_unused=True, retain_graph=True)
-        second = torch.autograd.grad(y, [c, a], materialize_grads=True, retain_graph=True)
-        return {
-            **named(first),
-            **named(second, "materialized"),
-            "error": error(lambda: torch.autograd.grad(y, [a, c])),
-            **grads(a, b, c),
-        }
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def grad_of_intermediate(i: int, a: Any, b: Any) -> Any:
+    log: list[object] = []
+    h = a * torch.randn(batch(i), 3)
+    h.register_hook(logging_hook(log, "h", 2.0))
+    y = h.sin() * b + h
+    return {**named(torch.autograd.grad(y, [h, b, a, y], torch.randn(batch(i), 3))), "log": log}
 
 
-@scenario
-def grad_of_intermediate() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        log: list[object] = []
-        h = a * torch.randn(batch(i), 3)
-        h.register_hook(logging_hook(log, "h", 2.0))
-        y = h.sin() * b + h
-        return {**named(torch.autograd.grad(y, [h, b, a, y], torch.randn(batch(i), 3))), **grads(a, b), "log": log}
-
-    return step
+@backward_of(lambda: leaf(3))
+def root_itself_is_a_leaf(i: int, a: Any) -> Any:
+    a.backward(torch.randn(3))
 
 
-@scenario
-def root_itself_is_a_leaf() -> Step:
-    a = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a)
-        a.backward(torch.randn(3))
-        return grads(a)
-
-    return step
+@backward_of(lambda: leaf(3))
+def not_a_scalar(i: int, a: Any) -> Any:
+    y = a * torch.randn(batch(i), 3)
+    text = error(y.backward)
+    wrong = error(lambda: y.backward(torch.ones(7)))
+    y.backward(torch.randn(batch(i), 3))
+    return {"error": text, "wrong": wrong}
 
 
-@scenario
-def not_a_scalar() -> Step:
-    a = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a)
-        y = a * torch.randn(batch(i), 3)
-        text = error(y.backward)
-        wrong = error(lambda: y.backward(torch.ones(7)))
-        y.backward(torch.randn(batch(i), 3))
-        return {"error": text, "wrong": wrong, **grads(a)}
-
-    return step
-
-
-@scenario
-def incoming_gradient_of_odd_strides() -> Step:
-    a, b = leaf(3, 3), leaf(3, 3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        n = batch(i)
-        x = torch.randn(n, 3)
-        ones = torch.randn(1).expand(n, 3)
-        across = torch.randn(3, n).t()
-        torch.autograd.backward([x @ a, (x @ b) * 2, a + 0], [ones, across, torch.randn(3, 3).t()])
-        return grads(a, b)
-
-    return step
-
-
-@scenario
-def gradients_of_expanded_scalar() -> Step:
-    a, b = leaf(2, 3), leaf(3)
-
-    def step(i: int) -> Seen:
-        x = torch.randn(batch(i), 2, 3)
-        return named(torch.autograd.grad((a.sum() + b.sum() + x.sum() * a.mean()), [a, b]))
-
-    return step
+@backward_of(lambda: (leaf(3, 3), leaf(3, 3)))
+def incoming_gradient_of_odd_strides(i: int, a: Any, b: Any) -> Any:
+    n = batch(i)
+    x = torch.randn(n, 3)
+    ones = torch.randn(1).expand(n, 3)
+    across = torch.randn(3, n).t()
+    torch.autograd.backward([x @ a, (x @ b) * 2, a + 0], [ones, across, torch.randn(3, 3).t()])
 
 
 @scenario
@@ -251,21 +137,6 @@ def python_scalars(i: int, a: Any) -> Any:
     x = a * torch.randn(batch(i), 3)
     y = x * 2 + x / 3 + x**2 + (1.5 - x) + 2 / (x * x + 1) + torch.clamp(x, -0.5, 0.5) + x**3.5j.real + 1.5**x
     return (y.abs() * (1.0 + i)).sum()
-
-
-@scenario
-def loss_scaling() -> Step:
-    net = nn.Linear(4, 3)
-
-    def step(i: int) -> Seen:
-        clear(net)
-        (net(torch.randn(batch(i), 4)).square().mean() * 65536.0 / (i + 1)).backward()
-        for p in net.parameters():
-            assert p.grad is not None
-            p.grad.mul_(1 / 65536.0)
-        return grads(net)
-
-    return step
 
 
 @backward_of(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -310,19 +181,5 @@ def tied_weights() -> Step:
         tokens = torch.randint(0, 10, (batch(i), 3))
         functional.cross_entropy(head(embedding(tokens)).flatten(0, 1), tokens.flatten()).backward()
         return grads(embedding, head)
-
-    return step
-
-
-@scenario
-def structure_that_changes() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        x = torch.randn(2, 3)
-        y = (a * x).sin() if i == 1 else (a * x * b).sin()
-        b.requires_grad_(i != 0)
-        y.sum().backward()
-        return grads(a, b)
 
     return step

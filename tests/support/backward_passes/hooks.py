@@ -54,67 +54,49 @@ def hook_changes_in_place() -> Step:
     return step
 
 
-@scenario
-def retained_gradients() -> Step:
-    w = leaf(3, 3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        log: list[object] = []
-        h = torch.randn(batch(i), 3) @ w
-        h.retain_grad()
-        h.register_hook(logging_hook(log, "h", 2.0))
-        y = h.exp()
-        y.register_hook(logging_hook(log, "y", 2.0))
-        y.retain_grad()
-        y.sum().backward()
-        return {**grads(w), "h": h.grad, "y": y.grad, "log": log}
-
-    return step
+@backward_of(lambda: leaf(3, 3))
+def retained_gradients(i: int, w: Any) -> Any:
+    log: list[object] = []
+    h = torch.randn(batch(i), 3) @ w
+    h.retain_grad()
+    h.register_hook(logging_hook(log, "h", 2.0))
+    y = h.exp()
+    y.register_hook(logging_hook(log, "y", 2.0))
+    y.retain_grad()
+    y.sum().backward()
+    return {"h": h.grad, "y": y.grad, "log": log}
 
 
-@scenario
-def many_hooks_on_one_node() -> Step:
-    w, v = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w, v)
-        log: list[object] = []
-        y = w * torch.randn(batch(i), 3) * v
-        z = y.sin()
-        y.grad_fn.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
-        y.register_hook(logging_hook(log, "tensor", 2.0))
-        y.grad_fn.register_prehook(lambda gs: (gs[0] * 3,))  # type: ignore[union-attr]
-        y.grad_fn.register_hook(lambda gi, go: (gi[0], gi[1] * 2))  # type: ignore[union-attr]
-        y.retain_grad()
-        y.register_hook(logging_hook(log, "tensor again"))
-        y.grad_fn.register_hook(lambda gi, go: log.append(f"post {sums(gi)} {sums(go)}"))  # type: ignore[union-attr]
-        (z + y * v).sum().backward()
-        return {**grads(w, v), "y": y.grad, "log": log}
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def many_hooks_on_one_node(i: int, w: Any, v: Any) -> Any:
+    log: list[object] = []
+    y = w * torch.randn(batch(i), 3) * v
+    z = y.sin()
+    y.grad_fn.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
+    y.register_hook(logging_hook(log, "tensor", 2.0))
+    y.grad_fn.register_prehook(lambda gs: (gs[0] * 3,))  # type: ignore[union-attr]
+    y.grad_fn.register_hook(lambda gi, go: (gi[0], gi[1] * 2))  # type: ignore[union-attr]
+    y.retain_grad()
+    y.register_hook(logging_hook(log, "tensor again"))
+    y.grad_fn.register_hook(lambda gi, go: log.append(f"post {sums(gi)} {sums(go)}"))  # type: ignore[union-attr]
+    (z + y * v).sum().backward()
+    return {"y": y.grad, "log": log}
 
 
-@scenario
-def node_hooks() -> Step:
-    w, v = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w, v)
-        log: list[object] = []
-        h = w * torch.randn(batch(i), 3)
-        y = h.unbind(0)[0] * v
-        z = y.exp()
-        for name, node in (("h", h.grad_fn), ("y", y.grad_fn), ("z", z.grad_fn)):
-            assert node is not None
-            node.register_prehook(lambda gs, n=name: log.append(f"pre {n} {sums(gs)}"))
-            node.register_hook(lambda gi, go, n=name: log.append(f"post {n} {sums(gi)} {sums(go)}"))
-        y.grad_fn.register_prehook(lambda gs: (gs[0] * 2,))
-        z.grad_fn.register_hook(lambda gi, go: (gi[0] * 3,))
-        z.sum().backward()
-        return {**grads(w, v), "log": log}
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def node_hooks(i: int, w: Any, v: Any) -> Any:
+    log: list[object] = []
+    h = w * torch.randn(batch(i), 3)
+    y = h.unbind(0)[0] * v
+    z = y.exp()
+    for name, node in (("h", h.grad_fn), ("y", y.grad_fn), ("z", z.grad_fn)):
+        assert node is not None
+        node.register_prehook(lambda gs, n=name: log.append(f"pre {n} {sums(gs)}"))
+        node.register_hook(lambda gi, go, n=name: log.append(f"post {n} {sums(gi)} {sums(go)}"))
+    y.grad_fn.register_prehook(lambda gs: (gs[0] * 2,))
+    z.grad_fn.register_hook(lambda gi, go: (gi[0] * 3,))
+    z.sum().backward()
+    return {"log": log}
 
 
 @scenario
@@ -162,40 +144,19 @@ def post_accumulate_hooks() -> Step:
     return step
 
 
-@scenario
-def post_accumulate_hook_of_a_tied_leaf() -> Step:
-    w = leaf(3, 3)
+@backward_of(lambda: (leaf(3), leaf(3)))
+def multi_grad_hooks(i: int, a: Any, b: Any) -> Any:
     log: list[object] = []
-    w.register_post_accumulate_grad_hook(lambda p: log.append(sums([p.grad])))
-    w.register_hook(logging_hook(log, "w"))
-
-    def step(i: int) -> Seen:
-        log.clear()
-        ((torch.randn(batch(i), 3) @ w).relu() @ w.t()).sum().backward()
-        return {**grads(w), "log": [*log]}
-
-    return step
-
-
-@scenario
-def multi_grad_hooks() -> Step:
-    a, b = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b)
-        log: list[object] = []
-        h = a * torch.randn(batch(i), 3)
-        z = b.exp()
-        handles = [
-            torch.autograd.graph.register_multi_grad_hook((h, b, z), lambda gs: log.append(f"all {sums(gs)}")),
-            torch.autograd.graph.register_multi_grad_hook((h, b), lambda g: log.append(f"any {sums([g])}"), mode="any"),
-        ]
-        (h * b).sum().backward() if i == 1 else (h * b + z).sum().backward()
-        for handle in handles:
-            handle.remove()
-        return {**grads(a, b), "log": log}
-
-    return step
+    h = a * torch.randn(batch(i), 3)
+    z = b.exp()
+    handles = [
+        torch.autograd.graph.register_multi_grad_hook((h, b, z), lambda gs: log.append(f"all {sums(gs)}")),
+        torch.autograd.graph.register_multi_grad_hook((h, b), lambda g: log.append(f"any {sums([g])}"), mode="any"),
+    ]
+    (h * b).sum().backward() if i == 1 else (h * b + z).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return {"log": log}
 
 
 @scenario
@@ -218,29 +179,23 @@ def module_hooks() -> Step:
     return step
 
 
-@scenario
-def saved_tensor_hooks() -> Step:
-    w, b = leaf(4, 3), leaf(3)
+@backward_of(lambda: (leaf(4, 3), leaf(3)))
+def saved_tensor_hooks(i: int, w: Any, b: Any) -> Any:
+    log: list[object] = []
 
-    def step(i: int) -> Seen:
-        clear(w, b)
-        log: list[object] = []
+    def pack(t: Tensor) -> object:
+        log.append(f"pack {[*t.shape]}")
+        return ("packed", t.detach().clone())
 
-        def pack(t: Tensor) -> object:
-            log.append(f"pack {[*t.shape]}")
-            return ("packed", t.detach().clone())
+    def unpack(packed: Any) -> Tensor:
+        log.append(f"unpack {packed[0]} {[*packed[1].shape]}")
+        return packed[1] * 1.5
 
-        def unpack(packed: Any) -> Tensor:
-            log.append(f"unpack {packed[0]} {[*packed[1].shape]}")
-            return packed[1] * 1.5
-
-        x = torch.randn(batch(i), 4)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            y = (x @ w).exp() * b
-        y.sin().sum().backward()
-        return {**grads(w, b), "log": log}
-
-    return step
+    x = torch.randn(batch(i), 4)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = (x @ w).exp() * b
+    y.sin().sum().backward()
+    return {"log": log}
 
 
 @backward_of(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)))
@@ -270,61 +225,31 @@ def hooks_come_and_go() -> Step:
     return step
 
 
-@scenario
-def one_hook_in_two_graphs() -> Step:
-    w = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        log: list[object] = []
-        h = w * torch.randn(batch(i), 3)
-        h.register_hook(logging_hook(log, "h", 2.0))
-        first, second = h.sin().sum(), h.exp().sum()
-        first.backward(retain_graph=True)
-        second.backward()
-        return {**grads(w), "log": log}
-
-    return step
+@backward_of(lambda: leaf(3))
+def one_hook_in_two_graphs(i: int, w: Any) -> Any:
+    log: list[object] = []
+    h = w * torch.randn(batch(i), 3)
+    h.register_hook(logging_hook(log, "h", 2.0))
+    first, second = h.sin().sum(), h.exp().sum()
+    first.backward(retain_graph=True)
+    second.backward()
+    return {"log": log}
 
 
-@scenario
-def hook_removed_in_the_pass() -> Step:
-    w, v = leaf(3), leaf(3)
+@backward_of(lambda: leaf(3))
+def queued_callbacks(i: int, w: Any) -> Any:
+    log: list[object] = []
+    engine = torch.autograd.Variable._execution_engine
 
-    def step(i: int) -> Seen:
-        clear(w, v)
-        log: list[object] = []
-        h = w * torch.randn(batch(i), 3)
-        handle = h.register_hook(logging_hook(log, "h", 2.0))
-        y = h * v
-        y.register_hook(lambda g: log.append("y"))
-        (y.sum() * 2).backward()
-        handle.remove()
-        return {**grads(w, v), "log": log}
+    def late() -> None:
+        log.append(f"late {w.grad is not None}")
+        engine.queue_callback(lambda: log.append("later"))
 
-    return step
-
-
-@scenario
-def queued_callbacks() -> Step:
-    w = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        log: list[object] = []
-        engine = torch.autograd.Variable._execution_engine
-
-        def late() -> None:
-            log.append(f"late {w.grad is not None}")
-            engine.queue_callback(lambda: log.append("later"))
-
-        h = w * torch.randn(batch(i), 3)
-        h.register_hook(lambda g: engine.queue_callback(late))
-        h.exp().sum().backward()
-        log.append("after")
-        return {**grads(w), "log": log}
-
-    return step
+    h = w * torch.randn(batch(i), 3)
+    h.register_hook(lambda g: engine.queue_callback(late))
+    h.exp().sum().backward()
+    log.append("after")
+    return {"log": log}
 
 
 @scenario
@@ -407,26 +332,20 @@ def hooks_that_return_the_wrong_thing() -> Step:
     return step
 
 
-@scenario
-def hooks_of_gradients_that_are_not_there() -> Step:
-    a, b, c = leaf(3), leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(a, b, c)
-        log: list[object] = []
-        x = a * c
-        x.register_hook(lambda g: log.append(f"x {g is None}"))
-        x.retain_grad()
-        x.grad_fn.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
-        x.grad_fn.register_hook(lambda gi, go: log.append(f"post {sums(gi)} {sums(go)}"))  # type: ignore[union-attr]
-        u, v = Halves.apply(x, b * torch.ones(batch(i), 1))
-        parts = v.unbind(1)
-        parts[1].register_hook(lambda g: log.append(f"part {g is None}"))
-        parts[0].register_hook(lambda g: log.append(f"used {g is None}"))
-        (u.sum() + parts[0].exp().sum()).backward()
-        return {**grads(a, b, c), "x": x.grad, "log": log}
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3), leaf(3)))
+def hooks_of_gradients_that_are_not_there(i: int, a: Any, b: Any, c: Any) -> Any:
+    log: list[object] = []
+    x = a * c
+    x.register_hook(lambda g: log.append(f"x {g is None}"))
+    x.retain_grad()
+    x.grad_fn.register_prehook(lambda gs: log.append(f"pre {sums(gs)}"))  # type: ignore[union-attr]
+    x.grad_fn.register_hook(lambda gi, go: log.append(f"post {sums(gi)} {sums(go)}"))  # type: ignore[union-attr]
+    u, v = Halves.apply(x, b * torch.ones(batch(i), 1))
+    parts = v.unbind(1)
+    parts[1].register_hook(lambda g: log.append(f"part {g is None}"))
+    parts[0].register_hook(lambda g: log.append(f"used {g is None}"))
+    (u.sum() + parts[0].exp().sum()).backward()
+    return {"x": x.grad, "log": log}
 
 
 @scenario
@@ -457,22 +376,16 @@ def hooks_of_what_is_asked_for() -> Step:
     return step
 
 
-@scenario
-def gradients_kept_by_hooks() -> Step:
+@backward_of(lambda: leaf(3, 3))
+def gradients_kept_by_hooks(i: int, w: Any) -> Any:
     """The gradient that a hook received does not change later."""
-    w = leaf(3, 3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        held: list[Tensor] = []
-        h = torch.randn(batch(i), 3) @ w
-        w_hook = w.register_hook(held.append)
-        y = h.view(-1)
-        for t in (h, y):
-            t.register_hook(held.append)
-        (y.exp().sum() + h.sum()).backward()
-        (w * 2).sum().backward()
-        w_hook.remove()
-        return {**grads(w), **named(held), "same": [t is w.grad for t in held]}
-
-    return step
+    held: list[Tensor] = []
+    h = torch.randn(batch(i), 3) @ w
+    w_hook = w.register_hook(held.append)
+    y = h.view(-1)
+    for t in (h, y):
+        t.register_hook(held.append)
+    (y.exp().sum() + h.sum()).backward()
+    (w * 2).sum().backward()
+    w_hook.remove()
+    return {**named(held), "same": [t is w.grad for t in held]}

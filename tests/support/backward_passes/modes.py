@@ -27,61 +27,20 @@ def double_backward() -> Step:
     return step
 
 
-@scenario
-def batched_gradients() -> Step:
-    w = leaf(3)
-
-    def step(i: int) -> Seen:
-        y = (w * torch.randn(batch(i), 3)).sin().sum(0)
-        return named(torch.autograd.grad(y, w, torch.eye(3), is_grads_batched=True))
-
-    return step
+@backward_of(lambda: leaf(3))
+def batched_gradients(i: int, w: Any) -> Any:
+    y = (w * torch.randn(batch(i), 3)).sin().sum(0)
+    return named(torch.autograd.grad(y, w, torch.eye(3), is_grads_batched=True))
 
 
-@scenario
-def jacobian() -> Step:
-    net = nn.Linear(3, 2)
-
-    def step(i: int) -> Seen:
-        x = torch.randn(3)
-        both = torch.autograd.functional.jacobian(lambda t: net(t).tanh(), x)
-        return {
-            "jacobian": both,
-            "vectorized": torch.autograd.functional.jacobian(lambda t: net(t).tanh(), x, vectorize=True),
-        }
-
-    return step
-
-
-@scenario
-def anomaly_mode() -> Step:
-    w, v = leaf(3), leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w, v)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.autograd.detect_anomaly(check_nan=True):
-                y = (w * torch.randn(batch(i), 3)).square()
-                text = error((y * 0 if i == 1 else y).sqrt().mul(v if i != 1 else v * 0).sum().backward)
-        return {"error": text, **grads(w, v)}
-
-    return step
-
-
-@scenario
-def another_thread() -> Step:
-    net = nn.Linear(4, 3)
-
-    def step(i: int) -> Seen:
-        clear(net)
-        loss = net(torch.randn(batch(i), 4)).square().sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        return grads(net)
-
-    return step
+@backward_of(lambda: (leaf(3), leaf(3)))
+def anomaly_mode(i: int, w: Any, v: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autograd.detect_anomaly(check_nan=True):
+            y = (w * torch.randn(batch(i), 3)).square()
+            text = error((y * 0 if i == 1 else y).sqrt().mul(v if i != 1 else v * 0).sum().backward)
+    return {"error": text}
 
 
 @scenario
@@ -133,40 +92,20 @@ def backward_in_a_backward(i: int, a: Any, w: Any) -> Any:
     return y.exp().sum()
 
 
-@scenario
-def backward_in_a_hook() -> Step:
-    a, w = leaf(3), leaf(3)
+@backward_of(lambda: (leaf(3), leaf(3)))
+def backward_in_a_hook(i: int, a: Any, w: Any) -> Any:
+    log: list[object] = []
 
-    def step(i: int) -> Seen:
-        clear(a, w)
-        log: list[object] = []
+    def hook(g: Tensor) -> None:
+        with torch.enable_grad():
+            inner = (w * 2).exp()
+            inner.register_hook(logging_hook(log, "inner"))
+            inner.sum().backward()
 
-        def hook(g: Tensor) -> None:
-            with torch.enable_grad():
-                inner = (w * 2).exp()
-                inner.register_hook(logging_hook(log, "inner"))
-                inner.sum().backward()
-
-        h = a * torch.randn(batch(i), 3)
-        h.register_hook(hook)
-        h.sin().sum().backward()
-        return {**grads(a, w), "log": log}
-
-    return step
-
-
-@scenario
-def compiled_forward() -> Step:
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    first = nn.Linear(4, 4)
-    compiled = torch.compile(net, backend="aot_eager", dynamic=False)
-
-    def step(i: int) -> Seen:
-        clear(net, first)
-        compiled(first(torch.randn(2, 4)).relu()).square().sum().backward()
-        return grads(net, first)
-
-    return step
+    h = a * torch.randn(batch(i), 3)
+    h.register_hook(hook)
+    h.sin().sum().backward()
+    return {"log": log}
 
 
 @scenario
@@ -203,51 +142,24 @@ def nothing_requires_a_gradient() -> Step:
     return step
 
 
-@scenario
-def saved_tensor_changed_in_place() -> Step:
+@backward_of(lambda: leaf(3))
+def saved_tensor_changed_in_place(i: int, w: Any) -> Any:
     """Replay must refuse as eager does, with the same message."""
-    w = leaf(3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        h = w * torch.randn(batch(i), 3)
-        y = h.sin()
-        h.add_(1)
-        text = error(y.sum().backward)
-        k = w * torch.randn(batch(i), 3)
-        k.sin().sum().backward()
-        return {"error": text, **grads(w)}
-
-    return step
+    h = w * torch.randn(batch(i), 3)
+    y = h.sin()
+    h.add_(1)
+    text = error(y.sum().backward)
+    k = w * torch.randn(batch(i), 3)
+    k.sin().sum().backward()
+    return {"error": text}
 
 
-@scenario
-def optimizer_in_the_loop() -> Step:
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-
-    def step(i: int) -> Seen:
-        for _ in range(2):
-            optimizer.zero_grad()
-            net(torch.randn(batch(i), 4)).square().mean().backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-        return {**grads(net), **named([p.detach().clone() for p in net.parameters()])}
-
-    return step
-
-
-@scenario
-def gradients_by_edge() -> Step:
-    a = leaf(3)
-
-    def step(i: int) -> Seen:
-        h = (a * torch.randn(batch(i), 3)).sin()
-        edge = torch.autograd.graph.get_gradient_edge(h)
-        y = h.exp().sum()
-        return named(torch.autograd.grad(y, [edge, torch.autograd.graph.get_gradient_edge(a)]))
-
-    return step
+@backward_of(lambda: leaf(3))
+def gradients_by_edge(i: int, a: Any) -> Any:
+    h = (a * torch.randn(batch(i), 3)).sin()
+    edge = torch.autograd.graph.get_gradient_edge(h)
+    y = h.exp().sum()
+    return named(torch.autograd.grad(y, [edge, torch.autograd.graph.get_gradient_edge(a)]))
 
 
 @backward_of(lambda: nn.Linear(4, 3))

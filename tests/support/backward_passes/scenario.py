@@ -98,9 +98,9 @@ def sums(values: Sequence[Tensor | None]) -> list[tuple[float, list[int]] | None
 
 
 def backward_of(parameters: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[[], Step]]:
-    """Register a scenario that calls ``backward()`` once a step. ``parameters()`` returns a module, a leaf or a tuple
-    of these. The function takes the step's number and these, and returns the loss, optionally followed by further
-    leaves. The scenario returns the gradients of all."""
+    """Register a scenario that clears all gradients before each step and returns them after it. ``parameters()`` returns
+    a module, a leaf or a tuple of these. The function takes the step's number and these. It returns the loss,
+    optionally followed by further leaves, or calls ``backward()`` itself and returns None or further observations."""
 
     def register(forward: Callable[..., Any]) -> Callable[[], Step]:
         def make() -> Step:
@@ -110,6 +110,8 @@ def backward_of(parameters: Callable[[], Any]) -> Callable[[Callable[..., Any]],
             def step(i: int) -> Seen:
                 clear(*leaves)
                 result = forward(i, *leaves)
+                if result is None or isinstance(result, dict):
+                    return {**grads(*leaves), **(result or {})}
                 loss, *others = result if isinstance(result, tuple) else (result,)
                 loss.backward()
                 return grads(*leaves, *others)

@@ -38,46 +38,26 @@ def view_of_a_clone(i: int, w: Any, v: Any) -> Any:
     return (torch.randn(batch(i), 4) @ c).square().sum()
 
 
-@scenario
-def update_with_hooks() -> Step:
-    w = leaf(4, 4)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        log: list[object] = []
-        h = w * torch.randn(4)
-        h.register_hook(logging_hook(log, "before"))
-        h[0].mul_(2)
-        h.register_hook(logging_hook(log, "after", 2.0))
-        view = h[1:]
-        view.register_hook(logging_hook(log, "view"))
-        (h.sum() + view.exp().sum()).backward()
-        return {**grads(w), "log": log}
-
-    return step
+@backward_of(lambda: leaf(4, 4))
+def update_with_hooks(i: int, w: Any) -> Any:
+    log: list[object] = []
+    h = w * torch.randn(4)
+    h.register_hook(logging_hook(log, "before"))
+    h[0].mul_(2)
+    h.register_hook(logging_hook(log, "after", 2.0))
+    view = h[1:]
+    view.register_hook(logging_hook(log, "view"))
+    (h.sum() + view.exp().sum()).backward()
+    return {"log": log}
 
 
-@backward_of(lambda: nn.Linear(4, 3))
-def buffer_filled_in_slices(i: int, net: Any) -> Any:
-    out = torch.zeros(batch(i), 3, 2)
-    for k in range(2):
-        out[:, :, k] = net(torch.randn(batch(i), 4))
-    return out.square().sum()
-
-
-@scenario
-def expanded_parameter() -> Step:
-    w = leaf(1, 3)
-
-    def step(i: int) -> Seen:
-        clear(w)
-        v = w.expand(batch(i), 3)
-        log: list[object] = []
-        v.register_hook(logging_hook(log, "view"))
-        (v * torch.randn(batch(i), 3)).sin().sum().backward()
-        return {**grads(w), "log": log}
-
-    return step
+@backward_of(lambda: leaf(1, 3))
+def expanded_parameter(i: int, w: Any) -> Any:
+    v = w.expand(batch(i), 3)
+    log: list[object] = []
+    v.register_hook(logging_hook(log, "view"))
+    (v * torch.randn(batch(i), 3)).sin().sum().backward()
+    return {"log": log}
 
 
 @backward_of(lambda: leaf(4, 6))
