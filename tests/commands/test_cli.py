@@ -251,28 +251,6 @@ def test_verify_finds_wrong_numbers(package: Path, tmp_path: Path, member: str, 
     assert called("verify", path, "--no-run").exit_code == 0  # the digests agree
 
 
-def test_a_flipped_bit_is_named(package: Path, tmp_path: Path) -> None:
-    data = bytearray(package.read_bytes())
-    place = data.index(b"\x7fELF") + 5000
-    data[place] ^= 1
-    path = tmp_path / "flipped.pt2"
-    path.write_bytes(data)
-    fails(called("verify", path), 1, "corrupt package", "member data/aotinductor/", ".so")
-    done = called("verify", path, "--json")
-    assert done.exit_code == 1 and "corrupt package" in json.loads(done.stdout)["error"]
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify", "run"])
-def test_what_is_no_package(command: str, tmp_path: Path) -> None:
-    rest = ["--inputs", tmp_path / "i", "--outputs", tmp_path / "o"] if command == "run" else []
-    fails(called(command, tmp_path / "nonsuch.pt2", *rest), 1, "cannot open package", "No such file")
-    fails(called(command, tmp_path, *rest), 1, "it is a folder")
-    text = tmp_path / "text.pt2"
-    text.write_text("not a zip file at all")
-    fails(called(command, text, *rest), 1, str(text))
-    assert sorted(tmp_path.iterdir()) == [text]
-
-
 def test_looking_opens_no_native_code(package: Path, tmp_path: Path) -> None:
     """Replace every library by one that writes a file when it is loaded. Only a run may load it; a run does, so the
     check can fail."""

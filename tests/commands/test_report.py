@@ -441,10 +441,6 @@ def node_7(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
-def whole(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda form: form.__setitem__(key, value)
-
-
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -459,31 +455,14 @@ def nested(depth: int) -> Any:
             node_7("nodes", ["aten.mm.default", [{"node": 7}], {"map": {}}]),
             "node 7: it reads node 7, which does not come before it",
         ),
-        (node_7("nodes", ["aten.mm.default", [{"node": "0"}], {"map": {}}]), "node 7: it reads node 0"),
-        (
-            node_7("nodes", ["aten.mm.default", [{"node": 0, "more": 1}], {"map": {}}]),
-            "node 7: an argument: expected an object with one key",
-        ),
-        (
-            node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]),
-            "node 7: 'lots' is not a hexadecimal number",
-        ),
-        (node_7("nodes", ["aten.mm.default"]), "node 7: its parts"),
-        (node_7("nodes", [7]), "node 7: it has no operator"),
         (node_7("nodes", ["aten.mm.default", nested(900), {"map": {}}]), "recursion"),
         (node_7("names", None), "node 7: its parts, name or place"),
-        (node_7("places", 10**6), "node 7: its parts, name or place"),
         (node_7("looks", ["float32", ["s0", -3], [1, 1]]), "node 7: its value has -"),
-        (node_7("looks", ["float32", [1 << 62, 1 << 62], [1, 1]]), "node 7: its value has "),
-        (node_7("looks", ["float32", ["nonsuch"], [1]]), "node 7: expression 'nonsuch' needs the unknown symbol"),
         (node_7("looks", ["float32", ["__import__('os')"], [1]]), "node 7: expression"),
+        (node_7("looks", ["float32", ["nonsuch"], [1]]), "node 7: expression 'nonsuch' needs the unknown symbol"),
+        (node_7("nodes", ["aten.mm.default", [{"float": "lots"}], {"map": {}}]), "'lots' is not a hexadecimal number"),
         (node_7("looks", ["load", [2], [1]]), "node 7: the package names the dtype 'load'"),
-        (node_7("looks", ["float32", [2.5], [1]]), "node 7: a size of its value"),
-        (node_7("looks", [["float32"]]), "node 7: its looks"),
-        (whole("lines", [["a", "b", "c", "d", "e"]]), "a line: expected file, number, function, text and submodule"),
-        (whole("sizes", {"s0": "many"}), "its sizes are not numbers"),
-        (whole("places", []), "a different number of names, looks or places"),
-        (whole("version", 2), "expected version 1, got 2"),
+        (lambda form: form.__setitem__("version", 2), "expected version 1, got 2"),
     ],
 )
 def test_a_graph_that_is_none_is_one_clear_line(
