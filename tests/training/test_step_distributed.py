@@ -143,15 +143,6 @@ def test_a_killed_rank_ends_the_training(when: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_bad_argument_on_one_rank_ends_the_training(tmp_path: Path) -> None:
-    """The process ends, as with an exception in a forward under DDP, and the lost connection informs the others."""
-    package("AdamW")
-    done, seen = torchrun("bad-argument", 2, tmp_path)
-    assert done.returncode != 0 and "InputError: x has dtype torch.float64" in done.stderr
-    [other] = seen
-    assert other["rank"] == 0 and other["count"] == 2 and other["error"].startswith("DistributedError: rank 0 of 2: ")
-
-
 def test_torchrun_restarts_from_the_saved_state(tmp_path: Path) -> None:
     """With three processes the order of sums matters, so a resumed step must not sum in the order of a first step."""
     products_package()
@@ -510,17 +501,6 @@ def killed(when: str) -> None:
         left_behind(step, error)
 
 
-def bad_argument() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    step = runtime.load(package("AdamW")).step().distribute()
-    run(step, range(2))
-    x, y = batch(0)
-    try:
-        step(x.double() if dist.get_rank() else x, y)
-    except runtime.DistributedError as error:
-        left_behind(step, error)
-
-
 def restarting() -> dict[str, Any]:
     train("killed once")
     count = train("undisturbed")
@@ -554,7 +534,6 @@ if __name__ == "__main__":
         "saving": saving,
         "refusals": refusals,
         "killed": killed,
-        "bad-argument": bad_argument,
         "restarting": restarting,
     }
     said = does[scenario](*[how] if how else [])
