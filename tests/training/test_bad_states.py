@@ -371,7 +371,9 @@ def test_the_loss_scale(tmp_path: Path) -> None:
         ("growth_factor", 10**400),
         ("_growth_tracker", True),
         ("backoff_factor", "1"),
+        ("scale", 0.0),
         ("scale", math.nan),
+        ("_growth_tracker", -1),
     ):
         state = step.state_dict()
         state["scaler"][key] = value
@@ -381,7 +383,9 @@ def test_the_loss_scale(tmp_path: Path) -> None:
             tmp_path / "good", tmp_path / "bad", lambda a, _, key=key, value=value: a["scaler"].update({key: value})
         )
         _unchanged(step, lambda: step.resume(tmp_path / "bad"), "loss scale")
-    for value in (10**400, 1j, "2.0", None, math.inf, torch.ones(2)):
+    state["scaler"] = {**kept, "more": 1}
+    _unchanged(step, lambda: step.load_state_dict(state), "expected .*'scale'., as torch.amp.GradScaler has it")
+    for value in (10**400, -1.0, 1j, "2.0", None, math.inf, torch.ones(2)):
         with pytest.raises(StateError, match="the loss scale is"):
             step.scaler.set_scale(value)
     with pytest.raises(StateError, match="growth_factor is set to"):
