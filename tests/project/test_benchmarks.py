@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from ..tools.benchmarks import report
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,20 +36,6 @@ def test_a_subject_in_a_hurry(tmp_path: Path) -> None:
     assert [t.keys() for t in subject["targets"]] == [{"asked", "reached", "met", "off_by"}] * 2
     assert json.loads((tmp_path / "work" / "overhead.json").read_text())["rows"] == subject["rows"]
     assert all(column in done.stdout for column in subject["columns"]) and "== targets" in done.stdout
-
-
-def test_an_unknown_subject_is_named() -> None:
-    done = bench("--only", "overhead,speed")
-    assert done.returncode == 2 and "unknown subject 'speed'" in done.stderr and done.stdout == ""
-
-
-@pytest.mark.parametrize("met", [True, False])
-def test_a_target_that_is_met_is_off_by_nothing(met: bool) -> None:
-    target = report.Target("asked", "reached", met, "4 µs")
-    assert target.off_by == ("" if met else "4 µs")
-    result = report.Result("subject", "title", ["name", "ms"], [["a", "1.0"], ["bcd", "10.0"]], targets=[target])
-    assert result.text().splitlines()[1:] == ["  name    ms", "  ----  ----", "  a      1.0", "  bcd   10.0"]
-    assert (report.targets([result]).split()[-3:] == ["MISSED", "4", "µs"]) is not met
 
 
 def test_the_doors_are_compared_with_the_best_of_eager(tmp_path: Path) -> None:

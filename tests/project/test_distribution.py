@@ -65,19 +65,13 @@ def test_the_wheels_hold_the_code_and_the_license_and_nothing_else(wheels: dict[
         assert "aot-backward = aot_backward.cli:main" in archive.read(entry_points).decode()
 
 
+def install(site: Path, *wheels: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, *wheels]
+    subprocess.run(list(map(str, pip)), check=True, capture_output=True)
+
+
 def test_installed_wheels_work(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(tmp_path / "site"),
-    ]
-    subprocess.run([*pip, *map(str, wheels.values())], check=True, capture_output=True)
+    install(tmp_path / "site", *wheels.values())
     # Put the wheels before the editable installation of this checkout.
     argv = [
         sys.executable,
@@ -92,18 +86,7 @@ def test_installed_wheels_work(wheels: dict[str, Path], package: Path, tmp_path:
 
 def test_the_runtime_alone_runs_a_package(wheels: dict[str, Path], package: Path, tmp_path: Path) -> None:
     """The process cannot import the rest of this project."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(tmp_path / "site"),
-    ]
-    subprocess.run([*pip, str(wheels["aot_backward_runtime"])], check=True, capture_output=True)
+    install(tmp_path / "site", wheels["aot_backward_runtime"])
     code = f"""
 import sys
 sys.path[:] = [sys.argv[1]] + [p for p in sys.path if not p.startswith({str(ROOT)!r}) or p.startswith(sys.prefix)]

@@ -77,21 +77,6 @@ def test_what_ends_or_stops_a_process_is_noticed(tmp_path: Path) -> None:
     assert {"signal", "hang"} <= {r["verdict"] for r in records.values()}
 
 
-def test_a_mutation_follows_from_its_number(tmp_path: Path) -> None:
-    for number in (3, 7):
-        code = (
-            "import hashlib, pathlib; from tests.tools.fuzz.spoiling import spoilt; "
-            f"m = spoilt(5, {number}, pathlib.Path({str(tmp_path)!r}), ('a',))"
-        )
-        (tmp_path / "a.pt2").write_bytes((Path(__file__).parents[1] / "golden" / "1.0-pair.pt2").read_bytes())
-        said = [
-            subprocess.run([sys.executable, "-c", f"{code}; print(m.what.encode('ascii', 'replace'), hashlib.sha256(m.data).hexdigest())"],
-                           capture_output=True, text=True, cwd=ROOT).stdout
-            for _ in range(2)
-        ]  # fmt: skip
-        assert said[0] == said[1] != ""
-
-
 def test_signatures_and_what_they_sign_are_spoilt(tmp_path: Path) -> None:
     shutil.copy(golden_files.PAIR, tmp_path / "targets.pt2")
     (tmp_path / "targets.pt2.sig").write_text(json.dumps({"verificationMaterial": {"publicKey": {"hint": "x"}}}))
