@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .inspection.describe import describe
-from .inspection.text import print_description
+from .support.describe import describe
 from .support.failures import EXIT_CODES, debug_option
-from .support.tables import count, say, say_json, size
+from .support.tables import count, say, say_json, size, table
 
 if TYPE_CHECKING:
     from aot_backward_runtime.package.archive import Archive
@@ -44,7 +43,18 @@ def inspect(package: Path, as_json: bool, html: Path | None) -> None:
     elif as_json:
         say_json(describe(archive))
     else:
-        print_description(describe(archive))
+        print_text(archive)
+
+
+def print_text(archive: Archive) -> None:
+    from aot_backward.report.plain_text import Table, text
+
+    say(f"{archive.path}:")
+    for block in text(archive):
+        if isinstance(block, Table):
+            table("", block.header, block.rows)
+        else:
+            say(block)
 
 
 def write_report(archive: Archive, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from aot_backward_runtime.format.manifest import (
     ClippingSpec,
@@ -20,7 +21,7 @@ from aot_backward_runtime.format.manifest import (
     VariantSpec,
     Verdict,
 )
-from aot_backward_runtime.format.param_groups import options_of
+from aot_backward_runtime.format.param_groups import interval_words, options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import standalone_by_target, targets_of
@@ -84,7 +85,10 @@ def _entry(name: str, entry: EntrySpec, archive: Archive) -> Html:
 def _update(update: UpdateSpec, archive: Archive) -> Html:
     """Describe an optimizer step of a recorded script."""
     rows: list[tuple[str, Child]] = [
-        ("Parameters", f"{len(update.trained):,} with a gradient; {counted(len(update.state), 'tensor')} of state"),
+        (
+            "Parameters",
+            f"{len(update.trained):,} with a gradient; state: {', '.join(sorted({s.key for s in update.state})) or 'none'}",
+        ),
         *_groups(update.groups, update.numbers),
         *_in_place(update, archive),
     ]
@@ -121,7 +125,8 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
     yield "Optimizer", [code(step.optimizer), f", {origin}; {counted(len(step.state), 'tensor')} of state"]
     yield from _groups(step.groups, step.numbers)
     numbers = {n.key: n.value for n in step.numbers if n.group == -1}
-    yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in numbers.items() if key != "loss_scale")
+    yield "Clipping", ", ".join(f"{key} = {value:g}" for key, value in numbers.items() if key.startswith("clip_"))
+    yield "Average of parameters", f"with decay {numbers['ema']:g}" if "ema" in numbers else None
     yield (
         "Loss scale",
         f"{numbers['loss_scale']:g} at first, then by torch.amp.GradScaler's rule" if "loss_scale" in numbers else None,
@@ -132,12 +137,18 @@ def _step(entry: EntrySpec) -> Iterator[tuple[str, Child]]:
 
 def _groups(groups: Sequence[GroupSpec], specs: Sequence[NumberSpec]) -> Iterator[tuple[str, Child]]:
     for number, group in enumerate(groups):
-        values = [(n.key if n.position < 0 else f"{n.key}[{n.position}]", n.value) for n in specs if n.group == number]
-        fixed = {k: v for k, v in options_of(group).items() if k not in {n.partition("[")[0] for n, _ in values}}
-        numbers = ", ".join(f"{k} = {v:g}" for k, v in values) or "nothing"
+        own = [n for n in specs if n.group == number]
+        fixed = {k: v for k, v in options_of(group).items() if k not in {n.key for n in own}}
+        numbers = ", ".join(map(_number, own)) or "nothing"
         note = f"fixed: {', '.join(f'{k} = {v}' for k, v in fixed.items())}"
         text = f"{counted(len(group.parameters), 'parameter')}; a schedule may change {numbers}"
         yield f"Group {number}", [text, element("p", note, class_="quiet") if fixed else None]
+
+
+def _number(spec: NumberSpec) -> str:
+    place = "" if spec.position < 0 else f"[{spec.position}]"
+    limits = f" ({' or '.join(map(interval_words, spec.allowed))})" if spec.allowed else ""
+    return f"{spec.key}{place} = {spec.value:g}{limits}"
 
 
 def _variant(number: int, v: VariantSpec, entry: EntrySpec, archive: Archive) -> Html:
@@ -253,7 +264,7 @@ def _structure(s: StructureSpec, archive: Archive) -> Html:
 def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
     words = Words(v.inputs, v.symbols, v.guards)
     rows: list[tuple[str, Child]] = [
-        (f"Variant {number}", ", ".join(_steps(v)) or "nothing to run"),
+        (f"Variant {number}", ", ".join(steps_in_words(v)) or "nothing to run"),
         ("Tensors", _tensors(v.inputs, words)),
         (
             "Sizes",
@@ -270,12 +281,13 @@ def _pass(number: int, v: PassSpec, archive: Archive) -> Html:
     return facts(rows)
 
 
-def _steps(v: PassSpec) -> Iterator[str]:
-    for segment in (s for s in v.segments if s.library):
-        yield f"{counted(len(segment.ops), 'operation')} in the graph {segment.library}"
-    leaves = sum(not s.library and bool(s.operands) for s in v.segments)
-    single = sum(not s.library and not s.operands for s in v.segments)
-    if leaves:
-        yield f"{counted(leaves, 'gradient')} handed to the leaves"
-    if single:
-        yield f"{counted(single, 'operation')} as recorded"
+def steps_in_words(v: PassSpec) -> Iterator[str]:
+    """Yield what a recorded pass runs, in order; neighbours that run without native code are counted together."""
+    for kind, group in groupby(v.segments, lambda s: "graph" if s.library else "leaf" if s.operands else "recorded"):
+        segments = list(group)
+        if kind == "graph":
+            yield from (f"{counted(len(s.ops), 'operation')} in the graph {s.library}" for s in segments)
+        elif kind == "leaf":
+            yield f"{counted(len(segments), 'gradient')} handed to the leaves"
+        else:
+            yield f"{counted(len(segments), 'operation')} as recorded"

@@ -15,7 +15,7 @@ from .markup import Child, Html, element
 
 
 def kernels(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
-    return section("kernels", "Where the kernels are", _operators(drawings), _kernel_calls(archive))
+    return section("kernels", "Where the kernels are", _operators(drawings), kernel_calls(archive))
 
 
 def _role(library: str) -> str:
@@ -26,7 +26,7 @@ def _role(library: str) -> str:
     )
 
 
-def _operators(drawings: Mapping[str, Drawing]) -> Html:
+def _operators(drawings: Mapping[str, Drawing]) -> Child:
     if not drawings:
         return element(
             "p",
@@ -56,12 +56,10 @@ def _operators(drawings: Mapping[str, Drawing]) -> Html:
     if len(ordered) <= SHOWN:
         return main_table
     rest_table = table(header, [row(*c) for c in ordered[SHOWN:]], numbers)
-    return Html(
-        main_table + element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table)
-    )
+    return [main_table, element("details", element("summary", f"{len(ordered) - SHOWN} more operators"), rest_table)]
 
 
-def _kernel_calls(archive: Archive) -> Html:
+def kernel_calls(archive: Archive) -> Html:
     manifest = archive.manifest
     by_operator: dict[str, list[str]] = {}
     for name, spec in manifest.libraries.items():
@@ -94,8 +92,14 @@ def _kernel_calls(archive: Archive) -> Html:
 
 
 def _registered(spec: OperatorSpec | None) -> str:
-    by = (spec.module or spec.file) if spec is not None else ""
-    return f", registered by {by}" if by else ""
+    if spec is None:
+        return ""
+    by = f", registered by {spec.module or spec.file or 'an unknown library'}"
+    if spec.module in ("", "__main__"):
+        return f"{by} when it was exported"
+    return (
+        f"{by}; load does not import it by itself: use load(path, imports=[{spec.module!r}]) or --import {spec.module}"
+    )
 
 
 def _numeric(version: str) -> tuple[int, ...]:

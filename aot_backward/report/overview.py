@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from aot_backward_runtime.format.manifest import Target, Verdict
+from aot_backward_runtime.format.manifest_json import SEALED_SINCE
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.signature_policy import signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import bytes_shown, facts, section, table
-from .graph_model import Drawing
 from .graph_views import variant_title
 from .markup import Child, Html, element
 from .wording import counted, size_in_words
 
 
-def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
+def package(archive: Archive) -> Html:
     manifest, size = archive.manifest, archive.path.stat().st_size
     version = ".".join(map(str, manifest.format_version))
     kinds = ", ".join(f"{name} ({e.kind})" for name, e in manifest.entries.items())
+    drawn = sum(bool(spec.graph) for spec in manifest.libraries.values())
     graphs = (
-        f"{len(drawings)} of {len(manifest.libraries)} are in the package as data"
-        if len(drawings) < len(manifest.libraries)
-        else ""
+        f"{drawn} of {len(manifest.libraries)} are in the package as data" if drawn < len(manifest.libraries) else ""
     )
     weights = sum(math.prod(w.shape) for w in manifest.weights.values())
     signature = signature_beside(archive.path)
+    unsealed = (
+        ""
+        if manifest.format_version >= SEALED_SINCE
+        else f"; format {version} has no digest of its manifest within the package, only a CRC; formats since 1.15 have one"
+    )
     stored = "" if manifest.has_weights else ", not in the package: load(path, weights={…})"
     return section(
         "package",
@@ -49,8 +53,13 @@ def package(archive: Archive, drawings: Mapping[str, Drawing]) -> Html:
                 ("Required features", ", ".join(manifest.required_features)),
                 ("Metadata", archive.manifest.metadata or None),
                 *((f"Note: {key}", text) for key, text in manifest.notes.items()),
-                ("Signature", f"{signature.name} is next to the package and was not checked" if signature else None),
-                ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest")]),
+                (
+                    "Signature",
+                    f"{signature.name} is next to the package, not checked; verify --key PUBLIC.pem checks it"
+                    if signature
+                    else "none next to the package",
+                ),
+                ("Manifest", ["SHA-256 ", element("code", archive.manifest_digest, class_="digest"), unsealed]),
             ]
         ),
         _targets(archive),

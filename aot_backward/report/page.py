@@ -57,7 +57,7 @@ def page(archive: Archive) -> str:
         ),
         element(
             "main",
-            package(archive, graph_drawings),
+            package(archive),
             entries(archive),
             bytes_section(archive),
             kernels(archive, graph_drawings),

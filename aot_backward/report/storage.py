@@ -66,11 +66,11 @@ def bytes_section(archive: Archive) -> Html:
     )
     total: list[Child] = ["the file", f"{file_size:,}", "100%"]
     return section(
-        "bytes", "Where the bytes are", bar, table(("Part", "Bytes", "Share"), rows, (1, 2), total), _libraries(archive)
+        "bytes", "Where the bytes are", bar, table(("Part", "Bytes", "Share"), rows, (1, 2), total), libraries(archive)
     )
 
 
-def _libraries(archive: Archive) -> Html | None:
+def libraries(archive: Archive) -> Html | None:
     manifest, members = archive.manifest, archive.members()
     if not manifest.libraries:
         return None

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load, load_file, save, save_file
 
+import aot_backward as ab
 import aot_backward_runtime as runtime
 from aot_backward.cli import main
 from aot_backward.tensor_file import write_tensors
@@ -153,19 +154,29 @@ def test_inspect_in_words(package: Path) -> None:
     done = called("inspect", package)
     assert done.exit_code == 0 and done.stderr == ""
     for words in (
-        f"{package}: ",
-        "built for cpu x86_64 x86-64-v3 with torch 2.",
-        "entry 'net': module, 2 parameters, 0 buffers",
-        "(batch={'x': Tensor, 'weight': Tensor}) -> {'out': Tensor, 'largest': Tensor}",
-        "input batch['x']: float32 (rows, 4) on cpu, gets a gradient",
-        "rows: from 2 to 64",
-        "compared with eager: verified, worst ",
-        "entry 'distance': grad",
-        "gradients of pos",
+        f"{package}:\nVerified against eager PyTorch: 2 comparisons; the worst tensor, ",
+        "\nRuns on: torch 2.",
+        "\n  cpu:avx2  cpu x86_64 x86-64-v3  ",
+        "\n\nnet module\n  State: 2 parameters with 15 elements, 0 buffers\n",
+        "Call: (batch={'x': Tensor, 'weight': Tensor}) → {'out': Tensor, 'largest': Tensor}\n",
+        "    batch['x']: float32, rows × 4, contiguous, gets a gradient\n",
+        "Sizes: rows: 2 to 64 (dimension 0 of ",
+        "Compared: verified: ",
+        "\n\ndistance grad\n  Gradients of: pos\n",
         "net.0.backward",
         "libtorch_cpu.so",
     ):
         assert words in done.stdout
+
+
+def test_inspect_lists_every_input(tmp_path: Path) -> None:
+    def total(many: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(many).sum()
+
+    path = ab.export_function(total, ([torch.ones(2) for _ in range(20)],), path=tmp_path / "many.pt2", tune="none")
+    lines = called("inspect", path).stdout.splitlines()
+    start = lines.index("  Arguments:") + 1
+    assert lines[start : start + 20] == [f"    many[{i}]: float32, 2, contiguous" for i in range(20)]
 
 
 def test_inspect_as_json(package: Path) -> None:
@@ -220,6 +231,14 @@ def test_verify_without_weights_says_so(tmp_path: Path) -> None:
     done = called("verify", path)
     assert done.exit_code == 0 and "numbers were not compared: the package has no weights" in done.stdout
     assert "not in the package" in called("inspect", path).stdout
+
+
+def test_verify_names_a_flipped_bit(package: Path, tmp_path: Path) -> None:
+    data = bytearray(package.read_bytes())
+    data[data.index(b"\x7fELF") + 5000] ^= 1
+    path = tmp_path / "flipped.pt2"
+    path.write_bytes(data)
+    fails(called("verify", path, "--no-run"), 1, "corrupt package", "member data/aotinductor/", ".so")
 
 
 def rewritten(package: Path, path: Path, member: str, name: str) -> Path:

@@ -155,8 +155,8 @@ def test_metadata_and_names(package: Path) -> None:
     assert inspected["metadata"] == loaded.metadata and inspected["entries"]["statistics"]["metadata"] == METADATA
     shown = aot_backward("inspect", package).stdout
     assert (
-        'metadata: {"author": "A. N. Other", "version": [1, 2]}' in shown
-        and '  metadata: {"cutoff": 5.0, "species": ["H", "Ö"]' in shown
+        '\nMetadata: {"author": "A. N. Other", "version": [1, 2]}' in shown
+        and '\n  Metadata: {"cutoff": 5.0, "species": ["H", "Ö"]' in shown
     )
 
 

@@ -277,8 +277,9 @@ def test_what_has_no_second_derivative(tmp_path: Path) -> None:
 def test_inspect_and_verify(package: Path, tmp_path: Path) -> None:
     shown = aot_backward("inspect", package)
     names = ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias", "positions"]
-    assert f"gradients of {', '.join(names)}, differentiable up to order 2" in shown.stdout, shown.stderr
-    assert "differentiable up to order 3" in shown.stdout
+    assert f"Gradients of: {', '.join(names)}\n" in shown.stdout, shown.stderr
+    assert "Derivatives: gradients, second derivatives\n" in shown.stdout
+    assert "Derivatives: gradients, second derivatives, third derivatives\n" in shown.stdout
     done = aot_backward("verify", package)
     assert done.returncode == 0, done.stderr
     members = taken_apart(package)

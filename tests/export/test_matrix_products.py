@@ -211,7 +211,7 @@ def test_doctor_names_the_library_that_is_used() -> None:
     inspected = subprocess.run(
         [sys.executable, "-m", "aot_backward.cli", "inspect", package()], capture_output=True, text=True, check=True
     ).stdout
-    assert "\nmatrix products: large float32 ones by MKL or by oneDNN" in inspected
+    assert "\nNote: matrix products: large float32 ones by MKL or by oneDNN" in inspected
 
 
 def test_doctor_does_not_name_mkl_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,7 +196,6 @@ def test_inspect_says_what_inputs_are_called_in_onnx(tmp_path: Path) -> None:
     ab.export(
         tmp_path / "n.pt2", {"n": ab.Module(Nested(), [ab.Variant(({"x": t(), "more": [t()]}, t()), {"weight": t()})])}
     )
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "n.pt2")]).stdout
     described = json.loads(CliRunner().invoke(main, ["inspect", str(tmp_path / "n.pt2"), "--json"]).stdout)
     inputs = {i["name"]: i["onnx"] for i in described["entries"]["n"]["variants"][0]["inputs"]}
     assert inputs == {
@@ -205,7 +204,6 @@ def test_inspect_says_what_inputs_are_called_in_onnx(tmp_path: Path) -> None:
         "rest[0]": "rest.0",
         "weight": "input.weight",
     }
-    assert "input batch['x']: float32 (2, 3) on cpu; batch.x in ONNX graphs" in shown
     forward = next(f for f in ab.convert(tmp_path / "n.pt2", tmp_path / "n.onnx") if f.graph == "forward")
     import onnx
 

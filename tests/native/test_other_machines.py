@@ -236,9 +236,9 @@ def test_each_entry_reproduces_the_stored_results_on_both(package: Path) -> None
     text = subprocess.run(
         [sys.executable, "-m", "aot_backward.cli", "inspect", package], capture_output=True, text=True, check=True
     ).stdout
-    assert text.count("without PyTorch: yes, with the stored results") == len(manifest.entries)
-    assert "built for cpu x86_64 x86-64-v3, cpu aarch64 armv8-a with torch" in text
-    assert "compared with eager, cpu:neon: not run: it was built for linux aarch64, this is linux x86_64" in text
+    assert text.count("Without PyTorch: yes, with the stored results") == len(manifest.entries)
+    assert "\n  cpu:neon  cpu aarch64 armv8-a " in text
+    assert " cpu:neon: not run: it was built for linux aarch64, this is linux x86_64" in text
 
 
 def emulated_run(package: Path, entry: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -294,8 +294,8 @@ def test_it_is_shown() -> None:
     argv = [sys.executable, "-m", "aot_backward.cli", "inspect", str(kinds())]
     text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     assert (
-        "without PyTorch: yes, with the stored results" in text
-        and "without PyTorch: no: it calls aten._fft_c2c, aten._fft_r2c, aten.abs, " in text
+        "Without PyTorch: yes, with the stored results" in text
+        and "Without PyTorch: no: it calls aten._fft_c2c, aten._fft_r2c, aten.abs, " in text
     )
     described = json.loads(subprocess.run([*argv, "--json"], capture_output=True, text=True, check=True).stdout)
     target = open_package(kinds()).manifest.target.label

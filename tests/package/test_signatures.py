@@ -564,7 +564,7 @@ def test_what_cannot_sign(name: str, words: str, tiny: Path, keys: Path) -> None
 def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) -> None:
     path = tmp_path / "small.pt2"
     path.write_bytes(package.read_bytes())
-    assert "signature: none next to the package" in called("inspect", path).stdout
+    assert "Signature: none next to the package" in called("inspect", path).stdout
     assert json.loads(called("inspect", path, "--json").stdout)["signature"] is None
     fails(called("verify", path, "--no-run", "--key", own), 1, "is not signed")
     assert called("sign", path, "--key", keys / "own.pem").stdout == f"wrote {path}.sig\n"
@@ -575,7 +575,7 @@ def test_the_command_line(package: Path, keys: Path, own: Path, tmp_path: Path) 
     )
     assert json.loads(called("verify", path, "--no-run", "--json", "--key", own).stdout)["signature"] == f"{path}.sig"
     assert json.loads(called("verify", path, "--no-run", "--json").stdout)["signature"] == ""
-    assert f"signature: {path}.sig, not checked" in called("inspect", path).stdout
+    assert f"Signature: {path.name}.sig is next to the package, not checked" in called("inspect", path).stdout
     assert json.loads(called("inspect", path, "--json").stdout)["signature"] == f"{path}.sig"
     done = called("verify", path, "--no-run", "--json", "--key", keys / "other.pub")
     assert done.exit_code == 1 and "is by another key" in json.loads(done.stdout)["error"]

@@ -340,7 +340,7 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     recording = aot_backward("record", "-o", "bw.pt2", "--tune", "none", "--", "train.py")
     assert recording.stderr.endswith("1 structure compiled and steps of AdamW and clip_grad_norm_\n"), recording.stderr
     text = aot_backward("inspect", "bw.pt2").stdout
-    assert "clip_grad_norm_ of norm_type 2.0 on 4 gradients" in text
+    assert "Calls of torch.nn.utils.clip_grad_norm_\n    Gradients: 4, by their norm of order 2.0\n" in text
     (clipping,) = json.loads(aot_backward("inspect", "--json", "bw.pt2").stdout)["entries"]["backward"]["clippings"]
     assert (clipping["function"], clipping["norm_type"], clipping["verdict"]["status"]) == (
         "clip_grad_norm_",

@@ -594,7 +594,10 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     recording = aot_backward("record", "-o", "bw.pt2", "--tune", "none", "--", "train.py")
     assert recording.stderr.endswith("1 structure compiled and steps of AdamW\n"), recording.stderr
     text = aot_backward("inspect", "bw.pt2").stdout
-    assert "steps of torch.optim.adamw.AdamW on 4 parameters with a gradient, state exp_avg, exp_avg_sq, step" in text
+    assert (
+        "Steps of torch.optim.adamw.AdamW\n    Parameters: 4 with a gradient; state: exp_avg, exp_avg_sq, step\n"
+        in text
+    )
     (update,) = json.loads(aot_backward("inspect", "--json", "bw.pt2").stdout)["entries"]["backward"]["updates"]
     assert (update["optimizer"], update["trained"], update["verdict"]["status"]) == (
         "torch.optim.adamw.AdamW",

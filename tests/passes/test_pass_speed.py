@@ -309,7 +309,7 @@ def test_the_command_line_says_it(chosen: str, tmp_path: Path, monkeypatch: pyte
         return
     assert done.exit_code == 0, done.stderr
     shown = called("inspect", path)
-    assert "timed when it was recorded" in shown.stdout and "eager" in shown.stdout, shown.stdout
+    assert "Speed when it was recorded:" in shown.stdout and "eager" in shown.stdout, shown.stdout
     described = json.loads(called("inspect", "--json", path).stdout)
     (variant,) = described["entries"]["backward"]["structures"][0]["variants"]
     assert variant["speed"]["chosen"] == "compiled" and variant["speed"]["tune"] == "quick"

@@ -109,18 +109,16 @@ def test_inspect_in_words(recorded: Path) -> None:
     shown = done("inspect", recorded).stdout
     plain, hooked = (s.fingerprint[:12] for s in open_package(recorded).manifest.entries["backward"].structures)
     for words in (
-        "entry 'backward': replay, backward passes of 2 structures",
-        f"  structure {plain}: 12 nodes, 19 operations, ",
-        " µs uncompiled",
-        "    GraphRoot, MeanBackward0, PowBackward0, AddmmBackward0 x2, TBackward0 x2, AccumulateGrad x4, TanhBackward0\n",
-        "    variant 0: 10 tensors, ",
-        "      tensor 1 (of PowBackward0, node 2).shape[0] = s0: from 2\n",
-        f"      runs pass.{plain}.0.0 (15 operations), then 4 gradients handed to the leaves\n",
-        "      compared with the recorded numbers: verified, worst %v",
-        "s0=4; s0=7\n",
-        f"  structure {hooked}: ",
+        f"\n\nbackward replay\n  Structure {plain}\n    Recorded pass: 12 autograd nodes, 19 operations\n",
+        " µs when it was recorded\n",
+        "    Nodes: GraphRoot, MeanBackward0, PowBackward0, AddmmBackward0 × 2, TBackward0 × 2, AccumulateGrad × 4, TanhBackward0\n",
+        f"    Variant 0: 15 operations in the graph pass.{plain}.0.0, 4 gradients handed to the leaves\n",
+        "    Sizes: s0: 2 and more (dimension 0 of tensor 1 (of PowBackward0, node 2))\n",
+        "    Compared: verified: %v",
+        "run at s0=4, s0=7\n",
+        f"  Structure {hooked}\n",
         "HalveBackward",
-        "operations), then 1 operation as recorded (hooks, custom functions, leaves), then pass.",
+        " as recorded\n",
     ):
         assert words in shown
 
@@ -141,12 +139,11 @@ def test_inspect_says_what_limits_a_variant(recorded: Path, tmp_path: Path) -> N
 
     shown = done("inspect", edited(recorded, tmp_path / "limits.pt2", change)).stdout
     for words in (
-        "sizes, 2 scalars\n",
-        "tensor 1 (of PowBackward0, node 2).shape[0] = 2 * s0 + 1 (rows): from 2 to 64\n",
-        "size 10 of the pass = s10: from 0\n",
-        "only if size 10 of the pass % 8 == 0\n",  # and not "size 1 of the pass0"
-        "only if rows > size 1 of the pass\n",
+        "rows: 2 to 64 (dimension 0 of tensor 1 (of PowBackward0, node 2) is 2 × rows + 1: 5 to 129)\n",
+        "s10: 0 and more, a multiple of 8 (size 10 of the pass)\n",
+        "rows is more than s1\n",
         "under autocast bfloat16\n",
+        "Numbers: 1, 2.5\n",
     ):
         assert words in shown
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_scaled_is_refused(tmp_path: Path) -> None:
 
 def test_inspect_names_it(package: Path) -> None:
     assert (
-        "scales the loss as torch.amp.GradScaler does, starting at 4.1943e+06"
+        "Loss scale: 4.1943e+06 at first, then by torch.amp.GradScaler's rule"
         in aot_backward("inspect", package).stdout
     )
     told = json.loads(aot_backward("inspect", package, "--json").stdout)

@@ -45,7 +45,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
         Console().print(grid)
         return
     widths = [max(len(r[i]) for r in [list(header), *cells]) for i in range(len(header))]
-    say(f"\n{title}")
+    say(f"\n{title}" if title else "")
     for row in [list(header), *cells]:
         say("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 

@@ -79,11 +79,6 @@ def from_json(data: bytes) -> Manifest:
     return _decoder(Manifest, strict)(raw, None, 0)
 
 
-def read_as(kind: type, value: Any) -> Any:
-    """Invert :func:`plain`. :class:`PackageError` names the field that does not fit the schema."""
-    return _decoder(kind, False)(value, None, 0)
-
-
 def plain(value: Any) -> Any:
     """Return a dataclass of the schema as JSON values, without fields that have their default."""
     if dataclasses.is_dataclass(value):

@@ -31,3 +31,14 @@ def inside(value: float, interval: Interval) -> bool:
     low, high = interval.low, interval.high
     above = low is None or value > low or (value == low and not interval.low_open)
     return above and (high is None or value < high or (value == high and not interval.high_open))
+
+
+def interval_words(interval: Interval) -> str:
+    """Return ``more than 0 and at most 1``."""
+    low, high = interval.low, interval.high
+    if low is not None and low == high:
+        return f"{low:g} alone"
+    parts = [f"more than {low:g}" if interval.low_open else f"at least {low:g}"] if low is not None else []
+    if high is not None:
+        parts.append(f"less than {high:g}" if interval.high_open else f"at most {high:g}")
+    return " and ".join(parts)

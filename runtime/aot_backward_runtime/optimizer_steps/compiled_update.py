@@ -17,11 +17,11 @@ import torch
 
 from ..errors import InputError
 from ..format.manifest import LibrarySpec, UpdateSpec
-from ..format.param_groups import inside, options_of
+from ..format.param_groups import inside, interval_words, options_of
 from ..native.guards import Contract, Fast, Same
 from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, extent
-from ..training.param_groups import interval_words, plain
+from ..training.param_groups import plain
 from .compiled_table import OtherCaller
 
 FIRST_NUMBER = 2

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..format.manifest import GroupSpec, Interval, NumberSpec, StepSpec
-from ..format.param_groups import inside, options_in, options_of
+from ..format.manifest import GroupSpec, NumberSpec, StepSpec
+from ..format.param_groups import inside, interval_words, options_in, options_of
 
 
 class Numbers:
@@ -229,13 +229,3 @@ def _differ(value: Any, other: Any) -> bool:
 def _label(group: int, key: str, position: int) -> str:
     where = f"param_groups[{group}][{key!r}]" if group >= 0 else key
     return where + (f"[{position}]" if position >= 0 else "")
-
-
-def interval_words(interval: Interval) -> str:
-    low, high = interval.low, interval.high
-    if low is not None and low == high:
-        return f"{low:g} alone"
-    parts = [f"more than {low:g}" if interval.low_open else f"at least {low:g}"] if low is not None else []
-    if high is not None:
-        parts.append(f"less than {high:g}" if interval.high_open else f"at most {high:g}")
-    return " and ".join(parts)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from aot_backward.cli.inspect import write_report
-from aot_backward.cli.inspection.describe import describe
-from aot_backward.cli.inspection.text import print_description
+from aot_backward.cli.inspect import print_text, write_report
+from aot_backward.cli.support.describe import describe
 from aot_backward_runtime import load
 from aot_backward_runtime.errors import AotBackwardError
 from aot_backward_runtime.package.archive import Archive, open_package
@@ -95,7 +94,7 @@ def _look_at(archive: Archive, work: Path, made: Spoilt) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     drawn = made.kind == "portable graphs"
     with contextlib.redirect_stdout(out):
-        print_description(described)
+        print_text(archive)
         if drawn:
             write_report(archive, work / "report.html")
     out.flush()

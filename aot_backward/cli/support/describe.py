@@ -6,10 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
-
-from ..support.tables import count
 
 if TYPE_CHECKING:
     from aot_backward_runtime.format.manifest import (
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
         Manifest,
         NumberSpec,
         PassSpec,
-        Segment,
         StepSpec,
         StructureSpec,
         SymbolSpec,
@@ -218,6 +214,7 @@ def _structure(structure: StructureSpec) -> dict[str, Any]:
 
 
 def _pass(spec: PassSpec) -> dict[str, Any]:
+    from aot_backward.report.entries import steps_in_words
     from aot_backward_runtime.format.manifest_json import plain
     from aot_backward_runtime.passes.pass_contract import PassContract
 
@@ -230,7 +227,7 @@ def _pass(spec: PassSpec) -> dict[str, Any]:
         "guards": list(spec.guards),
         "guards_in_words": [contract.words(g) for g in spec.guards],
         "segments": [dataclasses.asdict(s) for s in spec.segments],
-        "steps": _steps(spec.segments),
+        "steps": list(steps_in_words(spec)),
         "ambient": dataclasses.asdict(spec.ambient),
         "verdict": dataclasses.asdict(spec.verdict),
         "further_verdicts": [dataclasses.asdict(v) for v in spec.verdicts],
@@ -244,20 +241,6 @@ def _place(symbol: SymbolSpec, spec: PassSpec) -> str:
         if symbol.input < 0
         else f"{spec.inputs[symbol.input].name}.shape[{symbol.dim}]"
     )
-
-
-def _steps(segments: tuple[Segment, ...]) -> list[str]:
-    """The segments in words; neighbours that run without native code are counted together."""
-    out = []
-    for kind, group in groupby(segments, lambda s: s.library or (("leaf",) if s.operands else ("interpreted",))):
-        steps = list(group)
-        if isinstance(kind, str):
-            out += [f"{kind} ({count(len(s.ops), 'operation')})" for s in steps]
-        elif kind == ("leaf",):
-            out.append(f"{count(len(steps), 'gradient')} handed to the leaves")
-        else:
-            out.append(f"{count(len(steps), 'operation')} as recorded (hooks, custom functions, leaves)")
-    return out
 
 
 def _tensor(spec: TensorSpec, contract: Any) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""What ``inspect`` says of a package: described as JSON, printed as text."""
