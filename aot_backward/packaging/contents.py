@@ -94,23 +94,20 @@ class Contents:
             self.weights[key] = tensor.detach()
         return self._keys[id(tensor)]
 
-    def compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None = None) -> None:
-        """Compile ``graphs`` for every target, or only for target number ``only``; the code for others stays
-        unchanged."""
-        self._compile(graphs, joint, only)
+    def compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
+        """Compile ``graphs`` for every target."""
+        self._compile(graphs, joint)
         if self.standalone:
-            graphs = [self._decomposed(graph, joint, only) for graph in graphs]
+            graphs = [self._decomposed(graph, joint) for graph in graphs]
         for graph in graphs:
             self.add_graph(graph)
             self.joints[graph.name] = joint
             if self.portable:
                 self._write_portable(graph, joint.sizes)
 
-    def _compile(self, graphs: Sequence[Graph], joint: Joint, only: int | None) -> None:
+    def _compile(self, graphs: Sequence[Graph], joint: Joint) -> None:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         for number, (name, spec) in enumerate(zip(self.targets, self.specs, strict=True)):
-            if only not in (None, number):
-                continue
             (folder / str(number)).mkdir()
             artifacts = compile.compile_graphs(
                 graphs, folder=folder / str(number), fake_mode=joint.fake_mode, target=name, progress=self.progress
@@ -119,7 +116,7 @@ class Contents:
             if any(products.VARIABLE.encode() in artifact.library.read_bytes() for artifact in artifacts.values()):
                 self.notes["matrix products"] = _PRODUCTS
 
-    def _decomposed(self, graph: Graph, joint: Joint, only: int | None) -> Graph:
+    def _decomposed(self, graph: Graph, joint: Joint) -> Graph:
         """Return ``graph``, or an equivalent, compiled again, that avoids operators which the standalone backend lacks,
         as far as possible."""
         for _ in range(_DECOMPOSED):
@@ -132,7 +129,7 @@ class Contents:
             if new_graph is None:
                 break
             graph = new_graph
-            self._compile([graph], joint, only)
+            self._compile([graph], joint)
         return graph
 
     def add_graph(self, graph: Graph) -> None:
@@ -165,17 +162,6 @@ class Contents:
             notes=self.notes,
         )
 
-    def profiled(self, name: str, entry: EntrySpec, graphs: Sequence[Graph], joint: Joint) -> Package | None:
-        """Return :meth:`package_of` with ``graphs`` compiled to report their kernels to ``torch.profiler``. Their code
-        is not kept."""
-        before, number = self.mark(), self._runs_here(self.manifest({name: entry}))
-        if number is None:
-            return None
-        self.compile([dataclasses.replace(graph, profiled=True) for graph in graphs], joint, number)
-        package = self.package_of(name, entry)
-        self.back_to(before)
-        return package
-
     def mark(self) -> list[dict[str, Any]]:
         """Return a snapshot of the collected data, for :meth:`back_to`."""
         return [dict(table) for table in self._collected]
@@ -194,15 +180,11 @@ class Contents:
         """Return ``entry`` alone, loaded for the target that ``load`` would choose here, with its own weights; None if
         no target runs here."""
         manifest = self.manifest({name: entry})
-        number = self._runs_here(manifest)
-        return None if number is None else self._load(manifest, number)
-
-    @staticmethod
-    def _runs_here(manifest: Manifest) -> int | None:
         try:
-            return choose(manifest)
+            number = choose(manifest)
         except IncompatibleError:
             return None
+        return self._load(manifest, number)
 
     def packages(self, manifest: Manifest) -> list[Callable[[], Package] | str]:
         """Return, for each target, a function that loads the package with new copies of the weights, or why this

@@ -97,9 +97,7 @@ def add_program(contents: Contents, name: str, entry: Module | Function | Grad) 
             check_case = eager_check.Case(program, wrt if isinstance(entry, Grad) else None, reduced_precision)
             label = f"{name} variant {i}" if len(pending) > 1 else name
             subject = tuning.Subject(name, i, label, speed.ProgramTimed(name, program, check_case.wrt), example)
-            case = tuning.Case(
-                subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example), joint
-            )
+            case = tuning.Case(subject, entry_of, functools.partial(eager_check.is_right, name, check_case, example))
             choice = tuning.choose(contents, case, candidates, functools.partial(_compile, contents, prefix, joint))
             variants.append(choice.spec())
             unserved = unserved_sizes(variants[-1], joint.sizes, program, example)

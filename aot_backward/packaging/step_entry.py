@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from aot_backward_runtime.format.manifest import EntrySpec, StateSpec, SymbolSpe
 from aot_backward_runtime.loader import Package
 
 from ..capture import partition
-from ..capture.joint_graph import Joint
 from ..capture.step import optimizer_spec
 from ..capture.step import step_graph as steps
 from ..checks import speed, step_check
@@ -33,8 +31,8 @@ from .variant_spec import variant_spec
 _WHOLE = "whole"
 """The only candidate: one graph."""
 
-_Captured = tuple[Example, Sequence[Graph], Joint]
-"""The example of a variant, its compiled graphs and its joint graph."""
+_Captured = tuple[Example, Sequence[Graph]]
+"""The example of a variant and its compiled graphs."""
 
 
 def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Check]:
@@ -114,7 +112,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
             add_further_variants(
                 contents, name, pending, i, len(entry.variants), unserved, program.signature(variant.args)
             )
-            captures.append((example, partitions.graphs, joint))
+            captures.append((example, partitions.graphs))
     assert step_state is not None
     for n, tensor in step_state.tensors.items():
         if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
@@ -131,7 +129,7 @@ def add_step(contents: Contents, name: str, entry: Step) -> tuple[EntrySpec, Che
         training=entry.module.training,
         step=step_state.spec,
     )
-    reduced_precision = any(computes_in_16_bits(graph.module) for _, graphs, _ in captures for graph in graphs)
+    reduced_precision = any(computes_in_16_bits(graph.module) for _, graphs in captures for graph in graphs)
     case = step_check.Case(
         program,
         entry.optimizer,
@@ -159,16 +157,9 @@ def _timed(
     if package is None:
         return spec
     variants = []
-    for i, (variant, (example, graphs, joint)) in enumerate(zip(spec.variants, captures, strict=True)):
+    for i, (variant, (example, _)) in enumerate(zip(spec.variants, captures, strict=True)):
         label = f"{name} variant {i}" if len(spec.variants) > 1 else name
         subject = tuning.Subject(name, i, label, speed.StepTimed(name, case), example)
-        profiled = functools.partial(_profiled, contents, name, spec, graphs, joint)
-        measurement = tuning.measure(contents, subject, {_WHOLE: package}, {_WHOLE: 0}, profiled)
+        measurement = tuning.measure(contents, subject, {_WHOLE: package}, {_WHOLE: 0})
         variants.append(dataclasses.replace(variant, speed=measurement))
     return dataclasses.replace(spec, variants=tuple(variants))
-
-
-def _profiled(
-    contents: Contents, name: str, spec: EntrySpec, graphs: Sequence[Graph], joint: Joint, candidate: str
-) -> tuple[Package | None, Sequence[Graph]]:
-    return contents.profiled(name, spec, graphs, joint), graphs

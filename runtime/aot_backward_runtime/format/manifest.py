@@ -189,8 +189,8 @@ class Speed:
     ``chosen``: the candidate in the package. ``sizes``: text ("batch=16"), "" if nothing is dynamic. ``tune``: "quick";
     "full" in packages before format 1.15. ``target`` and ``torch``: the target and the torch version of the measured
     code; a rebuilt package has other code. ``others``: how many other threads ran or waited for a processor; on a busy
-    machine fewer ``threads`` are used. ``slow``: if the chosen code was slower than eager, texts that name its slowest
-    parts."""
+    machine fewer ``threads`` are used. ``slow``: in older packages, if the chosen code was slower than eager, texts that
+    name its slowest parts."""
 
     chosen: str
     timings: tuple[Timing, ...]
