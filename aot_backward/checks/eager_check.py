@@ -38,7 +38,6 @@ from .tolerance import (
     Comparison,
     Reference,
     Tolerance,
-    WrongResult,
     compare,
     distance,
     distance_of_finite,
@@ -111,7 +110,7 @@ def check(
             *(dataclasses.replace(c, name=f"{c.name} without gradients") for c in inference_comparisons),
         ):
             if comparison.wrong:
-                raise WrongResult(
+                raise ExportError(
                     f"{location}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                     f"nothing was written{_changed_numbers(case.program, numbers)}"
                 )
@@ -167,7 +166,7 @@ def compare_results(
             out.append(Comparison(name, distance(a, e), 0.0))
             continue
         if not finite_alike(e, a):
-            raise WrongResult(f"{name} has NaN or Inf where eager has none, or the reverse")
+            raise ExportError(f"{name} has NaN or Inf where eager has none, or the reverse")
         error_of_eager = _error_of_eager(name, e, reference) if reference.float64 else None
         tolerance = Tolerance.of_result(
             e.dtype, largest, error_of_eager, reference.moved[name], reduced_precision=reduced_precision

@@ -42,7 +42,6 @@ from .tolerance import (
     Comparison,
     Reference,
     Tolerance,
-    WrongResult,
     compare,
     distance,
     distance_of_finite,
@@ -152,10 +151,10 @@ def check(
             try:
                 comparisons = _compare_steps(actual, eager, reference, case.reduced_precision)
             except ExportError as error:
-                raise WrongResult(f"{location}: {error}; nothing was written") from error
+                raise ExportError(f"{location}: {error}; nothing was written") from error
             for comparison in comparisons:
                 if comparison.wrong:
-                    raise WrongResult(
+                    raise ExportError(
                         f"{location}: {comparison.name} is wrong: off by {comparison.error:.3g} from eager, {comparison.allowed:.3g} is allowed; "
                         "nothing was written"
                     )

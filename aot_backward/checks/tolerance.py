@@ -31,8 +31,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from aot_backward_runtime.errors import ExportError
-
 RELATIVE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 RELATIVE |= {torch.complex64: 2e-4, torch.complex128: 1e-9, torch.complex32: 3e-2}
 """‖a − e‖ / ‖e‖ allowed if the reference is eager itself: both are rounded, each in its own order. The values are
@@ -114,12 +112,6 @@ class Tolerance:
         return cls(
             relative, 0.0, 4 * (eager_error or 0.0) + (4 if eager_error is None else 2) * eps * stored + 8 * moved
         )
-
-
-class WrongResult(ExportError):
-    """Compiled code gives other numbers than eager. ``variant``: the entry's name and the variant's number."""
-
-    variant: tuple[str, int]
 
 
 @dataclass(frozen=True)

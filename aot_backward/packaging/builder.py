@@ -15,9 +15,7 @@ from aot_backward_runtime.loader import Package
 
 from ..checks.example_sizes import SEED
 from ..checks.stored_results import Stored
-from ..checks.tolerance import WrongResult
 from ..entries import Entry, Module, Step
-from . import kernel_search
 from .contents import Check, Contents
 from .program_entry import add_program
 from .step_entry import add_step
@@ -72,17 +70,10 @@ class Build:
                 verdicts = list[Verdict]()
                 for package in packages:
                     progress(f"check {name}", i * len(packages) + len(verdicts), total)
-                    verdict = Verdict(f"not run: {package}")
-                    try:
-                        verdicts.append(
-                            verdict
-                            if isinstance(package, str)
-                            else self._checks[name](package, i, variant, stored, None)
-                        )
-                    except WrongResult as error:
-                        error.variant = name, i
-                        raise
-                    if not isinstance(package, str):
+                    if isinstance(package, str):
+                        verdicts.append(Verdict(f"not run: {package}"))
+                    else:
+                        verdicts.append(self._checks[name](package, i, variant, stored, None))
                         variant = self._without_empty_sizes(name, i, variant, package)
                 variants.append(
                     dataclasses.replace(variant, verdict=verdicts[0], verdicts=tuple(verdicts[1:]), seed=SEED)
@@ -109,28 +100,6 @@ class Build:
                     variant, symbols=tuple(from_one if s is symbol else s for s in variant.symbols)
                 )
         return variant
-
-    def repair(self, error: WrongResult) -> None:
-        """Let eager's kernels compute the operators that the variant of ``error`` gets wrong. Raise ``error`` if that
-        does not help."""
-        name, number = error.variant
-        entry = self.entries[name]
-        variants = list(entry.variants)
-        # The speed was measured with the wrong code
-        variants[number] = dataclasses.replace(variants[number], speed=None)
-        self.entries[name] = entry = dataclasses.replace(entry, variants=tuple(variants))
-
-        def load() -> Package:
-            package = self.contents.package_of(name, entry)
-            assert package is not None  # it was loaded before
-            return package
-
-        def check() -> object:
-            return self._checks[name](load, number, entry.variants[number], {}, None)
-
-        note = kernel_search.repair(self.contents, (f"{name}.{number}.", f"{name}.update"), check, error)
-        self.contents.notes[f"kernels of {name}{f' variant {number}' if len(entry.variants) > 1 else ''}"] = note
-        log.warning("%s: %s", name, note)
 
     def _features(self) -> tuple[str, ...]:
         """Return the features that a runtime needs to read the package correctly."""

@@ -20,7 +20,6 @@ from aot_backward_runtime.native import allocator
 
 from .. import operators
 from ..capture import preserve, program_module
-from ..checks.tolerance import WrongResult
 from ..entries import Entries, Function, Grad, Step
 from .builder import Build
 from .contents import Contents
@@ -55,14 +54,9 @@ def checked_package(
         with shared_parts_started(contents.targets):
             for name, entry in entries.items():
                 build.add(name, entry)
-        while True:
-            examples: dict[str, torch.Tensor] = {}
-            manifest = dataclasses.replace(build.manifest(weights), metadata=metadata)
-            try:
-                manifest = build.check(manifest, contents.packages(manifest), examples)
-                break
-            except WrongResult as error:
-                build.repair(error)
+        examples: dict[str, torch.Tensor] = {}
+        manifest = dataclasses.replace(build.manifest(weights), metadata=metadata)
+        manifest = build.check(manifest, contents.packages(manifest), examples)
         write = partial(write_package, artifacts=contents.artifacts, weights=contents.weights, examples=examples)
         manifest = with_standalone(
             manifest,

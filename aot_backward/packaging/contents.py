@@ -71,7 +71,6 @@ class Contents:
         self.standalone = standalone
         self.specs = tuple(targets.target_spec(name) for name in self.targets)
         self.graphs: dict[str, Graph] = {}
-        self.joints: dict[str, Joint] = {}  # the joint graph that contains each graph
         self.artifacts: dict[str, Artifact] = {}
         self.portables: dict[str, bytes] = {}
         self.notes: dict[str, str] = {}
@@ -101,7 +100,6 @@ class Contents:
             graphs = [self._decomposed(graph, joint) for graph in graphs]
         for graph in graphs:
             self.add_graph(graph)
-            self.joints[graph.name] = joint
             if self.portable:
                 self._write_portable(graph, joint.sizes)
 

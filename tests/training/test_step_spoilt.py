@@ -16,25 +16,12 @@ from torch.export import Dim
 import aot_backward as ab
 from aot_backward.capture.step import optimizer_graph
 from aot_backward.checks import step_check
-from aot_backward.checks.tolerance import WrongResult
 from aot_backward.checks.verify import verify_package
-from aot_backward.packaging.builder import Build
 from aot_backward_runtime.package.archive import open_package
 
 from ..support import golden_files
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the repair: these tests corrupt the graph, which eager kernels cannot fix, and the search for one costs a
-    compilation."""
-
-    def refuse(self: Build, error: WrongResult) -> None:
-        raise error
-
-    monkeypatch.setattr(Build, "repair", refuse)
 
 
 def _scaled_gradient(graph: torch.fx.Graph, parameters: int) -> None:
