@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aot_backward_exporters import torch_api
 from aot_backward_exporters.graph import Graph
-from aot_backward_exporters.portable import graph_json
 from aot_backward_exporters.progress import Progress, silent
-from aot_backward_runtime.errors import ExportError, PackageError
+from aot_backward_runtime.errors import ExportError
 from aot_backward_runtime.format.manifest import EntrySpec, VariantSpec
 from aot_backward_runtime.native.plan import ROLES
 from aot_backward_runtime.native.weights import filled, load_examples, load_weights
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import Archive, open_package
 
-from ..capture.shapes.restore_shapes import restored_shapes
 from ..checks import graph_check
 from ..checks.verify import verify_variant
+from ..packaging.rebuilt_graphs import read_graphs
 from .conversion import Conversion, OnnxFile, checked_destination, require_onnx
 
 if TYPE_CHECKING:
@@ -123,45 +121,10 @@ def _graphs(
     libraries = archive.manifest.libraries
     plans = [*(getattr(variant, role) for role in ROLES), entry.step.update if entry.step is not None else None]
     names = [p.call.library for p in plans if p is not None and p.call is not None]
-    forms, hints = {}, dict[str, int]()
-    for name in dict.fromkeys(names):
+    for name in names:
         if not libraries[name].graph:
             note = archive.manifest.notes.get(f"no portable graph of {name}", "")
             raise ExportError(
                 f"the package has no portable graph of {name}{note and f' ({note})'}; export it again from the model's source"
             )
-        forms[name] = graph_json.form_of(archive.read_member(libraries[name].graph), name)
-        sizes = forms[name].get("sizes")
-        if not isinstance(sizes, dict):
-            raise PackageError(f"the portable graph {name} lacks the example's sizes")
-        hints |= sizes
-    try:
-        return _read(archive, variant, forms, hints, weights, oblivious=True)
-    except PackageError:  # the export also traced without it: a size was compared with 0 or 1
-        return _read(archive, variant, forms, hints, weights, oblivious=False)
-
-
-def _read(
-    archive: Archive,
-    variant: VariantSpec,
-    forms: Mapping[str, Any],
-    hints: Mapping[str, int],
-    weights: Mapping[str, torch.Tensor],
-    *,
-    oblivious: bool,
-) -> dict[str, Graph]:
-    libraries = archive.manifest.libraries
-    world = restored_shapes(variant.symbols, variant.guards, hints)
-    with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
-        return {
-            name: graph_json.graph_of(
-                name,
-                form,
-                libraries[name],
-                [world.fake(s) for s in libraries[name].inputs],
-                world.mode,
-                weights,
-                world.carried,
-            )
-            for name, form in forms.items()
-        }
+    return read_graphs(archive, names, variant, weights)[1]

@@ -113,39 +113,24 @@ class RebuiltGraphs:
 
     def _compile(self, names: Sequence[str], variant: VariantSpec | PassSpec) -> dict[str, Any]:
         """Compile the libraries of one variant. Return its symbols and guards, with the compiler's additions."""
-        manifest = self.archive.manifest
         names = [name for name in dict.fromkeys(names) if name not in self.graphs]
         if not names:  # a program that only returns its inputs
             return {"symbols": variant.symbols, "guards": variant.guards}
-        forms = {
-            name: graph_json.form_of(self.archive.read_member(manifest.libraries[name].graph), name) for name in names
-        }
-        hints: dict[str, int] = {}
-        for name, form in forms.items():
-            sizes = form.get("sizes")
-            if not isinstance(sizes, dict):
-                raise PackageError(f"the portable graph {name} lacks the example's sizes")
-            if mismatches := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
-                raise PackageError(
-                    f"the portable graph {name} was traced with another value of {mismatches[0]} than the other graphs of its variant"
-                )
-        try:
-            world, graphs = self._read(variant, forms, hints, oblivious=True)
-        except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
-            if any(s.minimum < 2 for s in variant.symbols):
-                raise
-            world, graphs = self._read(variant, forms, hints, oblivious=False)
+        # On the CPU, where they were captured; the exporter moves them to the target
+        world, graphs = read_graphs(self.archive, names, variant, self.weights, "cpu")
         expressions = {symbol: expression_of(size) for symbol, size in world.carried.items()}
         for number, (name, spec) in enumerate(zip(self.names, self.specs, strict=True)):
             folder = self.folder / f"{len(self.artifacts)}.{number}"
             folder.mkdir()
             artifacts = (
-                compile.compile_graphs(graphs, folder=folder, fake_mode=world.mode, target=name, progress=self.progress)
+                compile.compile_graphs(
+                    list(graphs.values()), folder=folder, fake_mode=world.mode, target=name, progress=self.progress
+                )
                 if graphs
                 else {}
             )
             self.artifacts |= {stem_of(n, spec if number else None): artifact for n, artifact in artifacts.items()}
-        self.graphs |= {graph.name: graph for graph in graphs}
+        self.graphs |= graphs
         if any(expression_of(size) != expressions[symbol] for symbol, size in world.carried.items()):
             raise ExportError(
                 f"{names[0]}: the compiler fixed a size that is dynamic in the package; report this, with the package"
@@ -161,24 +146,46 @@ class RebuiltGraphs:
             self.narrowed.append(f"{names[0]}: only if {' and '.join(new_guards)}")
         return assumptions
 
-    def _read(
-        self,
-        variant: VariantSpec | PassSpec,
-        forms: Mapping[str, Mapping[str, Any]],
-        hints: Mapping[str, int],
-        *,
-        oblivious: bool,
-    ) -> tuple[RestoredShapes, list[Graph]]:
-        """Read the graphs of one variant into a new shape environment, on the CPU, where they were captured; the
-        exporter moves them to the target. ``oblivious``: no size is compared with 0 or 1, as at export."""
+
+def read_graphs(
+    archive: Archive,
+    names: Sequence[str],
+    variant: VariantSpec | PassSpec,
+    weights: Mapping[str, torch.Tensor],
+    device: str | None = None,
+) -> tuple[RestoredShapes, dict[str, Graph]]:
+    """Read the portable graphs ``names``, all those of one variant, into a new shape environment, on ``device`` or on
+    the one that the package names."""
+    libraries = archive.manifest.libraries
+    forms = {name: graph_json.form_of(archive.read_member(libraries[name].graph), name) for name in names}
+    hints: dict[str, int] = {}
+    for name, form in forms.items():
+        sizes = form.get("sizes")
+        if not isinstance(sizes, dict):
+            raise PackageError(f"the portable graph {name} lacks the example's sizes")
+        if mismatches := [s for s, value in sizes.items() if hints.setdefault(s, value) != value]:
+            raise PackageError(
+                f"the portable graph {name} was traced with another value of {mismatches[0]} than the other graphs of its variant"
+            )
+
+    def read(*, oblivious: bool) -> tuple[RestoredShapes, dict[str, Graph]]:
+        """Return them. ``oblivious``: no size is compared with 0 or 1, as at export."""
         world = restored_shapes(variant.symbols, variant.guards, hints)
-        graphs = []
+        graphs = {}
         with torch_api.symbolic_shapes_config.patch(backed_size_oblivious=oblivious):
             for name, form in forms.items():
-                spec = self.archive.manifest.libraries[name]
-                inputs = [world.fake(on_device(s, "cpu")) for s in spec.inputs]
-                graphs.append(graph_json.graph_of(name, form, spec, inputs, world.mode, self.weights, world.carried))
+                inputs = [world.fake(spec, device or spec.device) for spec in libraries[name].inputs]
+                graphs[name] = graph_json.graph_of(
+                    name, form, libraries[name], inputs, world.mode, weights, world.carried
+                )
         return world, graphs
+
+    try:
+        return read(oblivious=True)
+    except PackageError:  # if this failed at export too, export compared sizes with 0 and 1
+        if any(s.minimum < 2 for s in variant.symbols):
+            raise
+        return read(oblivious=False)
 
 
 def on_device(value: Any, device: str) -> Any:

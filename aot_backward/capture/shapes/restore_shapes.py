@@ -24,11 +24,11 @@ class RestoredShapes:
     carried: dict[str, Any]
     names: dict[sympy.Symbol, str]
 
-    def fake(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a fake tensor that matches ``spec``."""
+    def fake(self, spec: TensorSpec, device: str) -> torch.Tensor:
+        """Return a fake tensor that matches ``spec``, on ``device``."""
         shape, stride = ([evaluate(s, self.carried) for s in sizes] for sizes in (spec.shape, spec.stride))
         with self.mode:
-            return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=spec.device)
+            return torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=device)
 
 
 def restored_shapes(symbols: Sequence[SymbolSpec], guards: Sequence[str], hints: Mapping[str, int]) -> RestoredShapes:
