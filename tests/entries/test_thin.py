@@ -21,6 +21,7 @@ FORBIDDEN = (
         "click",
         "aot_backward",
         "aot_backward_exporters",
+        "aot_backward_runtime.training.distributed",
         "safetensors",
     ),
     *("model_signing", "sigstore", "cryptography", "OpenSSL"),
