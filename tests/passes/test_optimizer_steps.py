@@ -606,15 +606,9 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     replayed = aot_backward("replay", "--json", "bw.pt2", "--", "train.py")
     assert json.loads(replayed.stderr)["optimizer_steps"] == 11
-    ran, *more = aot_backward("replay", "bw.pt2", "--", "train.py").stderr.splitlines()
     assert (
-        ran
-        == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled"
-    )
-    assert (
-        more[0] == "it is not known whether this was faster than eager"
-        and "not timed against eager" in more[1]
-        and len(more) == 2
+        aot_backward("replay", "bw.pt2", "--", "train.py").stderr
+        == "12 of 12 backward passes (1 binding, 11 hits) and 11 of 12 optimizer steps (1 made the state, in eager) ran compiled\n"
     )
     alone = aot_backward("replay", "--json", "--no-optimizer", "bw.pt2", "--", "train.py")
     assert json.loads(alone.stderr)["optimizer_steps"] == 0

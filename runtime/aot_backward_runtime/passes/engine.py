@@ -54,8 +54,8 @@ class Handler(Protocol):
         """Return None if the engine is to walk the next pass. Otherwise eager runs it, and the returned function gets
         its seconds."""
 
-    def left_to_eager(self, reason: str, walked: float) -> None:
-        """Handle a pass that the engine or the recorder refused after ``walked`` seconds; eager runs it."""
+    def left_to_eager(self, reason: str) -> None:
+        """Handle a pass that the engine or the recorder refused; eager runs it."""
 
     def ran_in_eager(self, seconds: float) -> None:
         """Handle the end of such a pass, unless it ran within another."""
@@ -214,7 +214,6 @@ class Engine:
                 self.roots = self.targets = ()
                 self.callbacks.clear()
             start = time.perf_counter()
-            walked = start - self.began
             result = self._without(roots, args, kwargs)  # raises eager's error if the pass itself is wrong
             seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
@@ -224,7 +223,7 @@ class Engine:
                 reason = "a structure that ran in eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
-            self.handler.left_to_eager(reason, walked)
+            self.handler.left_to_eager(reason)
             self.handler.ran_in_eager(seconds)
             return result
         finally:
@@ -253,7 +252,7 @@ class Engine:
         return True
 
     def _leave_to_eager(self, reason: str, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.handler.left_to_eager(reason, 0.0)  # before it runs: it may raise
+        self.handler.left_to_eager(reason)  # before it runs: it may raise
         within, start = self.inside, time.perf_counter()
         result = self._without(roots, args, kwargs)
         if not within:

@@ -19,15 +19,6 @@ def is_served(speed: Speed | None) -> bool:
     return speed is None or speed.chosen == "compiled"
 
 
-def eager_at(speed: Speed | None, values: Mapping[str, int]) -> float | None:
-    """Return the seconds that a pass took in eager when its symbols had these ``values``, or None if that was not
-    timed."""
-    if speed is None:
-        return None
-    label = sizes_in_words(values)
-    return speed.timings[0].microseconds[speed.sizes.index(label)] * 1e-6 if label in speed.sizes else None
-
-
 def sizes_in_words(values: Mapping[str, int]) -> str:
     """Return one of :attr:`Speed.sizes`, such as ``s0=16, s1=3``."""
     return ", ".join(f"{name}={value}" for name, value in sorted(values.items()))

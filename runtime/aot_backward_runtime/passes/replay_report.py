@@ -39,7 +39,7 @@ class Reasons(Counter[str]):
 
 @dataclass
 class Report:
-    """Counts of the backward passes of a context. ``str(report)`` is for people: three lines if nothing was missed.
+    """Counts of the backward passes of a context. ``str(report)`` is for people: one line if nothing was missed.
 
     Attributes:
         passes: The number of all backward passes.
@@ -54,13 +54,6 @@ class Report:
         eager_steps: The numbers of optimizer steps that ran in eager, by reason.
         clippings: The number of compiled clippings of gradients.
         eager_clippings: The numbers of clippings that ran in eager, by reason.
-        saved_against_eager: The seconds by which passes were faster than eager was at recording, and the seconds that
-            steps and clippings saved at recording, minus the time to record the misses.
-        margin: The seconds by which ``saved_against_eager`` may be too large, as measured for the choice of compiled
-            passes.
-        untimed: The numbers of compiled passes with unknown eager time, by reason.
-        untimed_seconds: The seconds that these took.
-        interpreted: The seconds that the misses took to run.
     """
 
     passes: int = 0
@@ -74,30 +67,6 @@ class Report:
     eager_steps: Reasons = field(default_factory=Reasons)
     clippings: int = 0
     eager_clippings: Reasons = field(default_factory=Reasons)
-    saved_against_eager: float = 0.0
-    margin: float = 0.0
-    untimed: Reasons = field(default_factory=Reasons)
-    untimed_seconds: float = 0.0
-    interpreted: float = 0.0
-
-    @property
-    def saved(self) -> float | None:
-        """The seconds saved against eager, negative if lost.
-
-        It is a lower bound, for any eager time of passes that were not timed. It is None if the sign is unknown, and 0
-        below the margin.
-        """
-        sure = self.saved_against_eager - self.margin - self._unknown
-        if sure >= 0:
-            return sure
-        if self.saved_against_eager < 0 and not self.untimed:
-            return self.saved_against_eager
-        return None if self._unknown else 0.0
-
-    @property
-    def _unknown(self) -> float:
-        """Seconds in passes with unknown eager time."""
-        return self.untimed_seconds + self.interpreted
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as a dict that ``json.dumps`` accepts, with the most frequent reasons."""
@@ -113,14 +82,10 @@ class Report:
             "optimizer_steps_in_eager": self.eager_steps.shown(),
             "clippings": self.clippings,
             "clippings_in_eager": self.eager_clippings.shown(),
-            "untimed": self.untimed.shown(),
-            "seconds_saved": round(self.saved, 6) if self.saved is not None else None,
-            "seconds_untimed": round(self.untimed_seconds, 6),
-            "seconds_interpreted": round(self.interpreted, 6),
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._what_ran(), *self._time_saved(), *self.reasons()])
+        return "\n".join([self._what_ran(), *self.reasons()])
 
     def reasons(self) -> Iterator[str]:
         """Yield the most frequent reasons of each kind why something was not compiled, one per line."""
@@ -150,22 +115,3 @@ class Report:
             if bound or self.hits
             else ""
         )
-
-    def _time_saved(self) -> Iterator[str]:
-        """Yield the time saved, or nothing if nothing ran compiled."""
-        if not (self.compiled or self.steps or self.clippings):
-            return
-        if self.saved is None:
-            words = "it is not known whether this was faster than eager"
-        else:
-            least = "at least " if self._unknown else ""
-            gained = f"{self.saved:.3f} s saved" if self.saved >= 0 else f"{-self.saved:.3f} s lost"
-            words = f"{least}{gained} compared with eager, as timed during recording"
-        yield words + (f"; the misses took {self.interpreted:.3f} s, interpreted" if self.misses else "")
-        yield from (f"  not compared x{count}: {reason}" for reason, count in self.untimed.shown(_IN_TEXT).items())
-
-
-NOT_TIMED = "not timed against eager during recording (--tune none, a GPU, a custom function of the script)"
-OTHER_SIZES = (
-    "timed against eager at other sizes: record 20 passes or more of each size into a new file to compare them"
-)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import InputError
-from ..format.manifest import Speed
 from ..loader import Package
 from ..optimizer_steps.compiled_clipping import CompiledClipping, Kind
 from ..optimizer_steps.compiled_table import CompiledTable, Met
@@ -58,7 +57,7 @@ class ServedSteps:
             met = self._optimizers.get(optimizer)
             if met is None:
                 met = self._optimizers[optimizer] = Met(name_of(type(optimizer)))
-            update, _ = self.table.run(met, optimizer)
+            self.table.run(met, optimizer)
         except InputError as error:
             if self._observer is not None:
                 self._observer.observe(optimizer)
@@ -66,7 +65,6 @@ class ServedSteps:
                 self._report.eager_steps.note(str(error))
         else:
             self._report.steps += 1
-            self._report.saved_against_eager += _gain(update.spec.speed)
             return loss
         eager(optimizer)
         return loss
@@ -86,13 +84,6 @@ class ServedSteps:
                 self._report.eager_clippings.note(str(error))
             return eager()
         self._report.clippings += 1
-        self._report.saved_against_eager += _gain(clipping.spec.speed)
         if keep_nonfinite and not math.isfinite(result):
             return eager()  # raises; the gradients are unchanged
         return result if clipping.spec.norm_type else None
-
-
-def _gain(speed: Speed | None) -> float:
-    """Return the seconds by which compiled code beat eager at recording. They alternated in a loop; in a script both
-    are slower."""
-    return (speed.means["eager"] - speed.means["compiled"]) * 1e-6 if speed is not None else 0.0

@@ -34,8 +34,7 @@ from .call_sites import CallSites
 from .compiled_pass import Match
 from .engine import MIXED_PRECISION, UNSERVED, Engine
 from .pass_contract import Operands, why_unsupported
-from .recorded_times import AROUND, SLOWER, eager_at
-from .replay_report import NOT_TIMED, OTHER_SIZES, Report
+from .replay_report import Report
 from .served_steps import ServedSteps, StepObserver
 from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
@@ -166,10 +165,9 @@ class Replaying:
         self.report.eager.note(_NOT_SERVED)
         return _nothing
 
-    def left_to_eager(self, reason: str, walked: float) -> None:
+    def left_to_eager(self, reason: str) -> None:
         self.report.passes += 1
         self.report.eager.note(reason)
-        self.report.saved_against_eager -= walked
         self._log_once(f"a backward pass ran in eager: {reason}")
 
     def ran_in_eager(self, seconds: float) -> None:
@@ -219,8 +217,6 @@ class Replaying:
     def compute(self, structure: Structure, operands: Operands, binding: bool) -> list[torch.Tensor | None]:
         """Run one pass: by compiled code if a variant fits, else interpreted (a miss). ``binding``: the first of its
         structure."""
-        start = time.perf_counter()
-        overhead = start - self.engine.began  # the engine's walk, and the recorder's if the structure is new
         self.report.passes += 1
         try:
             if torch.is_anomaly_enabled():
@@ -250,11 +246,7 @@ class Replaying:
             # Not in the except block: a hook's error must not get our __context__
             return self._observer.interpret(self, structure, operands)
         self._missed(miss)
-        start = time.perf_counter()
-        results = self.interpret(structure, operands)
-        self.report.saved_against_eager -= overhead
-        self.report.interpreted += time.perf_counter() - start
-        return results
+        return self.interpret(structure, operands)
 
     def _note_site(self, *, served: bool) -> None:
         if not self.looks_at_all:
@@ -267,7 +259,6 @@ class Replaying:
         results = match.variant.run(operands, match, self.engine.calling_out, self._missed)
         self.engine.unserved = 0
         self.report.compiled += 1
-        self._compare_with_eager(match)
         if not binding:
             self.report.hits += 1
             self._hits_in_a_row += 1
@@ -276,17 +267,6 @@ class Replaying:
         if self._observer is not None:
             self._observer.served(structure, time.perf_counter() - start)
         return results
-
-    def _compare_with_eager(self, match: Match) -> None:
-        """Count the time that the present pass gained or lost against eager, or that it is unknown."""
-        seconds, speed = time.perf_counter() - self.engine.began, match.variant.spec.speed
-        eager = eager_at(speed, match.values)
-        if eager is not None:
-            self.report.saved_against_eager += eager - seconds
-            self.report.margin += (SLOWER - 1) * seconds + AROUND * 1e-6
-        else:
-            self.report.untimed.note(NOT_TIMED if speed is None else OTHER_SIZES)
-            self.report.untimed_seconds += seconds
 
     def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
         """Return the script's line that called this pass, and the layer that ``node`` belongs to or follows."""
