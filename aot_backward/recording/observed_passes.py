@@ -96,7 +96,7 @@ class ObservedPasses:
         self.recorded += 1
         if not replaying.table.knows(structure):
             return replaying.interpret(structure, operands)
-        recorded_structure = self._recorded_structure(replaying, structure.tape, operands)
+        recorded_structure = self._recorded_structure(structure.tape, operands)
         observation = Observation.of(operands, structure.tape)
         kind = observation.kind()
         examples = (
@@ -131,16 +131,14 @@ class ObservedPasses:
             recorded_structure.further += 1
         return results
 
-    def _recorded_structure(self, replaying: Replaying, tape: Tape, operands: Operands) -> RecordedStructure:
+    def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
         fingerprint = tape.fingerprint()
         if fingerprint not in self.structures:
             hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
-            leaves = {op.operands[0].index for op in tape.ops if op.kind == "accumulate"}
             self.structures[fingerprint] = RecordedStructure(
                 tape,
                 contexts={h: PlainContext(operands.hooks[h]) for h in hooks},
                 line=origin.line(),
-                layers={i: name for i in leaves if (name := replaying.layers.name(operands.inputs[i]))},
             )
         return self.structures[fingerprint]
 

@@ -92,7 +92,6 @@ class RecordedStructure:
     # Of custom functions that may be traced, by the number of the hook
     contexts: dict[int, PlainContext] = field(default_factory=dict)
     line: str = ""  # of the script that called the first such pass
-    layers: dict[int, str] = field(default_factory=dict)  # names of the parameters among the inputs
 
     @property
     def passes(self) -> int:
@@ -133,9 +132,6 @@ class RecordedStructure:
         parts = []
         if node is not None:
             parts.append(next((self.tape.name_of(op) for op in self.tape.ops if op.node == node), f"node {node}"))
-            leaf = self.tape.leaf_after(node)
-            if leaf in self.layers:
-                parts.append(f"at or after {self.layers[leaf]}")
         if self.line:
             parts.append(f"backward called at {self.line}")
         return f" ({', '.join(parts)})" if parts else ""

@@ -156,9 +156,7 @@ def test_refused_by_name_while_recording(loss: Callable[[int], Tensor], words: s
     assert not (tmp_path / "bw.pt2").exists()
 
 
-def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_cannot_be_compiled_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from aot_backward.recording import trace
 
     monkeypatch.setattr(trace, "_MAX_OPAQUE", 0)
@@ -166,12 +164,12 @@ def test_a_node_that_cannot_be_compiled_is_named_with_its_layer_and_line(
         stepping("packed")(1)
     (skipped,) = recording.skipped
     assert re.search(
-        r"could not be traced: .* \(PackPaddedSequenceBackward0, node \d+, at or after Net\.first\.(weight|bias), backward called at .*\.py:\d+\)",
+        r"could not be traced: .* \(PackPaddedSequenceBackward0, node \d+, backward called at .*\.py:\d+\)",
         skipped.replace("_PackPadded", "PackPadded"),
     ), skipped
 
 
-def test_a_miss_names_the_node_the_layer_and_the_line_and_says_to_record(tmp_path: Path) -> None:
+def test_a_miss_names_the_node_and_the_line_and_says_to_record(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     other = nn.Sequential(net[0], nn.Sigmoid(), net[2])
     with ab.record(tmp_path / "bw.pt2"):
@@ -183,7 +181,7 @@ def test_a_miss_names_the_node_the_layer_and_the_line_and_says_to_record(tmp_pat
         net(torch.ones(2, 4).double().float()[:, :3] @ torch.ones(3, 4)).sum().backward()
     unknown, size = replaying.report.misses
     assert re.search(
-        r"node \d+ is SigmoidBackward0, in the nearest recorded structure it is TanhBackward0; at or after Sequential\.0\.(weight|bias), ",
+        r"node \d+ is SigmoidBackward0, in the nearest recorded structure it is TanhBackward0; ",
         unknown,
     )
     assert re.search(r"\(of \w+Backward0, node \d+\)", size) and "expected at least 2" in size

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -104,7 +103,6 @@ class Replaying:
             package, entry, max_structures, self._stop_explaining, by_nodes=observer is None, slower=self.looks_at_all
         )
         self.tapes = self.table.tapes
-        self.layers = origin.Layers()
         self._logged: set[str] = set()
         self._hits_in_a_row = 0
         self._random = random.Random(0)  # noqa: S311
@@ -239,7 +237,7 @@ class Replaying:
             self._note_site(served=True)
             return self._run_compiled(structure, operands, match, binding)
         self._note_site(served=False)
-        miss = f"{miss}; {self.place(structure.tape, operands, _node_in(miss))}: {_advice(structure.tape, operands)}"
+        miss = f"{miss}; backward called at {origin.line()}: {_advice(structure.tape, operands)}"
         if self.strict:
             raise MissError(f"{miss} (replay is strict)")
         if self._observer is not None:
@@ -267,12 +265,6 @@ class Replaying:
         if self._observer is not None:
             self._observer.served(structure, time.perf_counter() - start)
         return results
-
-    def place(self, tape: Tape, operands: Operands, node: int | None) -> str:
-        """Return the script's line that called this pass, and the layer that ``node`` belongs to or follows."""
-        leaf = tape.leaf_after(node) if node is not None else None
-        layer = self.layers.name(operands.inputs[leaf]) if leaf is not None else ""
-        return f"{f'at or after {layer}, ' if layer else ''}backward called at {origin.line()}"
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         """Run the tape of the pass, operation by operation."""
@@ -429,12 +421,6 @@ _ADVICE = "record such a pass too, into the same file (passes that are not faste
 
 _NOT_SERVED = "called from a place where the package had no code for the last passes"
 _LEFT = f"after {UNSERVED} passes in a row without compiled code"
-
-
-def _node_in(reason: str) -> int | None:
-    """Return the node that a reason names."""
-    match = re.search(r"\bnode (\d+)", reason)
-    return int(match[1]) if match else None
 
 
 def _advice(tape: Tape, operands: Operands) -> str:

@@ -193,17 +193,6 @@ class Tape:
             f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
         )
 
-    def leaf_after(self, node: int) -> int | None:
-        """Return the input number of the first leaf that gets a gradient from ``node``: a parameter of its layer or of
-        the one before."""
-        reached: set[int] = set()
-        for op in self.ops:
-            if op.node == node or any(s.kind == "value" and s.index in reached for s in slots(op.operands)):
-                if op.kind == "accumulate":
-                    return int(op.operands[0].index)
-                reached.update(op.results)
-        return None
-
     @cached_property
     def plain_customs(self) -> tuple[int, ...]:
         """The operations with a custom function that may be compiled (``custom_function.py``)."""
