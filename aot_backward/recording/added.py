@@ -10,11 +10,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Contents:
-    """Additions to a package. ``variants``: the seconds that their passes took in the script, by (fingerprint, name).
+    """Additions to a package. ``variants``: their (fingerprint, name).
     ``untimed``: the number of variants that were not timed, by reason. ``steps``: the optimizers with added steps, and
     the functions that clip gradients."""
 
-    variants: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    variants: frozenset[tuple[str, str]] = frozenset()
     untimed: Mapping[str, int] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
 

@@ -30,7 +30,7 @@ from .package_update import PackageUpdate, locked
 from .pass_check import checked, libraries_of
 from .pass_graphs import graph_and_segments, graph_operands, graph_specs
 from .recorded_structure import RecordedStructure
-from .selection import Batches, percent, select
+from .selection import Batches, select
 from .trace import TracedProgram, trace_structures
 
 _TOO_FEW = "too few passes of one size to time it against eager; record 20 or more of one size, or keep untimed code with --tune none"
@@ -48,8 +48,6 @@ def add_passes(
     tune: str = "none",
     min_seen: int = 1,
     time_limit: float | None = None,
-    served: float = 0.0,
-    total: float = 0.0,
 ) -> None:
     """Compile ``structures`` (by fingerprint) and ``steps``, and add them to the ``replay`` entry of the package at
     ``path``. ``added`` has the outcome.
@@ -57,8 +55,6 @@ def add_passes(
     Structures with ``min_seen`` passes, or with a variant in the package, are compiled in batches, the most expensive
     first. Each batch is in the file before the next begins. After ``time_limit`` seconds no further one begins. A
     :class:`KeyboardInterrupt` is raised once the checked part is written; a second one, during the write, at once.
-    ``total``: seconds of all backward passes of the script; ``served``: seconds of the passes that the package served.
-    The progress says how much of ``total`` is covered.
 
     A structure that cannot be traced or compiled, or differs from the recorded values, is left out. Passes that were
     timed while recording are timed again (for :data:`~aot_backward.packaging.tuning.SECONDS`) unless ``tune`` is
@@ -74,11 +70,10 @@ def add_passes(
         added.seldom, added.chosen = selection.seldom, len(selection.structures) + len(selection.untimed)
         new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
         job = _Job(package, added, target, tune, say, Path(folder), new)
-        batches, covered_seconds = Batches(time_limit), served
+        batches = Batches(time_limit)
         try:
             for batch in batches.of(list(selection.structures.items())):
-                covered_seconds += sum(s.backward_seconds for _, s in batch)
-                stage = _in_words([s for _, s in batch], added, percent(covered_seconds, total))
+                stage = _in_words([s for _, s in batch], added)
                 say(stage, 0, len(batch))
                 mode = fake_mode()
                 job.compile(trace_structures(dict(batch), package.variants, mode, added.skipped, say), mode)
@@ -99,13 +94,12 @@ def add_passes(
             job.end()
 
 
-def _in_words(batch: Sequence[RecordedStructure], added: Added, share: str) -> str:
-    """Return the progress text up to a batch:
-    ``compile 4 of 11 structures (called at train.py:12), 93 % of the backward time``."""
+def _in_words(batch: Sequence[RecordedStructure], added: Added) -> str:
+    """Return the progress text up to a batch: ``compile 4 of 11 structures (called at train.py:12)``."""
     lines = list(dict.fromkeys(s.line for s in batch if s.line))
     location = f" (called at {lines[0]}{', …' if len(lines) > 1 else ''})" if lines else ""
     noun = "structure" if added.chosen == 1 else "structures"
-    return f"compile {len(added.settled) + len(batch)} of {added.chosen} {noun}{location}, {share} of the backward time"
+    return f"compile {len(added.settled) + len(batch)} of {added.chosen} {noun}{location}"
 
 
 class _Job:
@@ -159,7 +153,7 @@ class _Job:
                 done += 1
             if passes:
                 package, contents = self._next or (self.package, self.added.contents)
-                variants = {**contents.variants, **{(fingerprint, p.name): p.seconds for p, _ in passes}}
+                variants = contents.variants | {(fingerprint, p.name) for p, _ in passes}
                 self._next = (
                     package.with_passes(passes, artifacts, self._places),
                     replace(contents, variants=variants, untimed=Counter(contents.untimed) + Counter(untimed)),

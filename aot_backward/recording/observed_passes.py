@@ -37,19 +37,12 @@ class ObservedPasses:
     def __init__(self, *, times_eager: bool) -> None:
         self.structures: dict[str, RecordedStructure] = {}
         self.recorded = self.timed_in_eager = 0
-        # Of passes that the package had, as interpreted, and of passes that ran in eager
-        self.seconds_served = self.seconds_in_eager = 0.0
         self._timed = TimedPasses() if times_eager else None
 
     @property
     def any(self) -> bool:
         """Whether a pass was interpreted to its end."""
         return any(s.observations for s in self.structures.values())
-
-    @property
-    def backward_seconds(self) -> float:
-        """The time of all backward passes of the script, with the interpreted time of interpreted ones."""
-        return self.seconds_served + self.seconds_in_eager + sum(s.backward_seconds for s in self.structures.values())
 
     def before(
         self, replaying: Replaying, roots: Sequence[Any], inputs: Sequence[Any]
@@ -74,13 +67,6 @@ class ObservedPasses:
                 timer.ran_in_eager(row, roots, inputs, seconds)
 
         return after
-
-    def served(self, structure: Structure, seconds: float) -> None:
-        assert structure.spec is not None
-        self.seconds_served += structure.spec.seconds or seconds
-
-    def in_eager(self, seconds: float) -> None:
-        self.seconds_in_eager += seconds
 
     def ended(self, seconds: float) -> None:
         if self._timed is not None:
@@ -114,16 +100,14 @@ class ObservedPasses:
                 times=recorded_structure.times_of(observation),
             )
             results, seconds = _interpret_and_copy(replaying, structure, operands, example)
-            recorded_structure.typical.note(seconds, copied=True)
             self._interpreted(example.times, math.inf)
             examples[1:] = [(observation, example)]
         else:
             start = time.perf_counter()
             results = replaying.interpret(structure, operands)
             seconds = time.perf_counter() - start
-            recorded_structure.seconds = min(recorded_structure.seconds, seconds)
-            recorded_structure.typical.note(seconds, copied=False)
             self._interpreted(recorded_structure.times_of(observation), seconds)
+        recorded_structure.seconds = min(recorded_structure.seconds, seconds)
         if observation in recorded_structure.observations or len(recorded_structure.observations) < _MAX_OBSERVATIONS:
             # Not for a pass that raised
             recorded_structure.observations[observation] = recorded_structure.observations.get(observation, 0) + 1

@@ -142,9 +142,8 @@ class PackageUpdate:
             structure, before = new[-1][0].structure, structures.get(fingerprint)
             # new ones first: a dynamic variant, inferred from a static variant's pass and further passes, serves both
             variants = (*(spec for _, spec in new), *(before.variants if before else ()))
-            seconds = structure.seconds if structure.seconds < float("inf") else (before.seconds if before else 0.0)
             structures[fingerprint] = StructureSpec(
-                fingerprint, structure.tape.nodes, len(structure.tape.ops), variants, round(seconds, 7)
+                fingerprint, structure.tape.nodes, len(structure.tape.ops), variants, round(structure.seconds, 7)
             )
         weights = {
             k: WeightSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.stride(), "")

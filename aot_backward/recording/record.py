@@ -21,7 +21,7 @@ from .launcher import rank_here
 from .observed_passes import ObservedPasses
 from .optimizer_steps.observed_steps import ObservedSteps
 from .recorded_structure import DEFAULT_ENTRY, RecordedStructure
-from .selection import MIN_SEEN, check_min_seen, check_time_limit, percent
+from .selection import MIN_SEEN, check_min_seen, check_time_limit
 
 _CONSTANTS = (
     "A number that is part of a node and changes from pass to pass, such as the limit of a clamp, makes a new structure each time. "
@@ -104,21 +104,6 @@ class Recording:
         """The optimizers with compiled steps, and the compiled functions that clip gradients."""
         return self.added.contents.steps
 
-    @property
-    def backward_seconds(self) -> float:
-        """The seconds of all backward passes of the script."""
-        return self.passes.backward_seconds
-
-    @property
-    def covered_seconds(self) -> float:
-        """The seconds of the passes that the package has code for."""
-        return self.passes.seconds_served + sum(self.added.contents.variants.values())
-
-    @property
-    def coverage(self) -> str:
-        """The covered part of the backward time as text, such as ``93 %``."""
-        return percent(self.covered_seconds, self.passes.backward_seconds)
-
     def __enter__(self) -> Recording:
         if self.writes:
             self.replaying.__enter__()
@@ -167,8 +152,6 @@ class Recording:
             tune=self.tune,
             min_seen=self.min_seen,
             time_limit=self.time_limit,
-            served=self.passes.seconds_served,
-            total=self.passes.backward_seconds,
         )
 
 

@@ -4,7 +4,6 @@ compiled code against."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,29 +54,6 @@ class ExamplePass:
 
 
 @dataclass
-class TypicalPass:
-    """The time of an interpreted pass of a structure. Passes with copied values count only until there is another: they
-    come first, and include PyTorch's one-time work in a process."""
-
-    _seconds: float = 0.0
-    _passes: int = 0
-    _copied: float = math.inf
-
-    def note(self, seconds: float, *, copied: bool) -> None:
-        if copied:
-            self._copied = min(self._copied, seconds)
-        else:
-            self._seconds += seconds
-            self._passes += 1
-
-    @property
-    def seconds(self) -> float:
-        if self._passes:
-            return self._seconds / self._passes
-        return self._copied if self._copied < math.inf else 0.0
-
-
-@dataclass
 class RecordedStructure:
     """The passes of one structure that a context interpreted, because its package lacks a variant for them."""
 
@@ -88,7 +64,6 @@ class RecordedStructure:
     examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
     times: dict[Observation, PassTimes] = field(default_factory=dict)
     seconds: float = math.inf  # of the fastest interpreted pass
-    typical: TypicalPass = field(default_factory=TypicalPass)
     # Of custom functions that may be traced, by the number of the hook
     contexts: dict[int, PlainContext] = field(default_factory=dict)
     line: str = ""  # of the script that called the first such pass
@@ -99,15 +74,9 @@ class RecordedStructure:
         return sum(self.observations.values()) + self.further + sum(t.passes_in_eager for t in self.times.values())
 
     @property
-    def backward_seconds(self) -> float:
-        """The time of all passes if each were interpreted, so that structures can be compared."""
-        return self.passes * self.typical.seconds
-
-    def seconds_of(self, observations: Iterable[Observation]) -> float:
-        """Return the part of ``backward_seconds`` that belongs to passes which match one of ``observations``."""
-        interpreted = sum(self.observations.get(o, 0) for o in observations)
-        in_eager = sum(self.times[o].passes_in_eager for o in observations if o in self.times)
-        return (interpreted + in_eager) * self.typical.seconds
+    def cost(self) -> float:
+        """The seconds of all passes if each took as long as the fastest interpreted one."""
+        return self.passes * self.seconds
 
     def times_of(self, observation: Observation) -> PassTimes:
         """Return the times of an observation. They are kept for a limited number: beyond it, an observation that came

@@ -6,7 +6,6 @@ The structures of a batch are compiled in parallel, and are in the package befor
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,15 +48,8 @@ def select(
         for fingerprint, s in frequent.items()
         if timed and s.observations and all(map(s.is_untimed, s.observations))
     }
-    by_cost = sorted(
-        ((f, s) for f, s in frequent.items() if f not in untimed), key=lambda item: -item[1].backward_seconds
-    )
+    by_cost = sorted(((f, s) for f, s in frequent.items() if f not in untimed), key=lambda item: -item[1].cost)
     return Selection(dict(by_cost), len(candidates) - len(frequent), untimed)
-
-
-def percent(part: float, whole: float) -> str:
-    """Return ``93 %``; 100 only if nothing is left."""
-    return f"{math.floor(100 * part / whole + 1e-6)} %" if part < whole else "100 %"
 
 
 def check_min_seen(min_seen: int) -> int:

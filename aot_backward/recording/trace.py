@@ -39,7 +39,6 @@ class TracedProgram:
     partitions: list[Partition]
     traced: list[TracedPartition]  # of the compiled partitions, in their order
     examples: list[ExamplePass]
-    seconds: float = 0.0  # of the passes that it serves, as RecordedStructure.backward_seconds
     graphs: list[Graph] = field(default_factory=list)
     portables: dict[str, bytes] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
@@ -145,8 +144,7 @@ def _trace_variant(
             else:
                 raise
             continue
-        seconds = structure.seconds_of(group)
-        return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples, seconds)
+        return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples)
 
 
 def _refuse_unsupported(structure: RecordedStructure, observation: Observation) -> None:

@@ -16,7 +16,7 @@ _REASONS_SHOWN = 5  # reasons of each list: keeps the report short, and --json h
 
 def to_json(session: Recording) -> dict[str, Any]:
     """The report of the passes, and everything about what was compiled."""
-    added, total = session.added, session.backward_seconds
+    added = session.added
     return {
         **session.report.to_json(),
         "recorded": session.recorded,
@@ -25,7 +25,6 @@ def to_json(session: Recording) -> dict[str, Any]:
         "written": bool(added.contents),
         "structures_compiled": len(added.contents.structures),
         "optimizer_steps_compiled": list(added.contents.steps),
-        "backward_time_covered": round(session.covered_seconds / total, 6) if total else 0.0,
         "seen_too_seldom": added.seldom,
         "unfinished": added.unfinished,
         "stopped_by": added.stopped or None,
@@ -73,13 +72,13 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
 
 
 def _written(session: Recording, output: Path) -> str:
-    contents, covers = session.added.contents, f"covers {session.coverage} of the backward time"
+    contents = session.added.contents
     if contents:
         parts = [f"{count(len(contents.structures), 'structure')} compiled"] if contents.variants else []
         parts += [f"{'' if parts else 'compiled '}{_steps_in_words(contents.steps)}"] if contents.steps else []
-        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB), which {covers}: {' and '.join(parts)}"
+        return f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB): {' and '.join(parts)}"
     if session.report.compiled and not session.structures:
-        return f"nothing is new: {output} {covers}"
+        return f"nothing is new: {output} has these passes"
     return f"nothing was written: {_why_not(session)}"
 
 

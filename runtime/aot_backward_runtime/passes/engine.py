@@ -57,9 +57,6 @@ class Handler(Protocol):
     def left_to_eager(self, reason: str) -> None:
         """Handle a pass that the engine or the recorder refused; eager runs it."""
 
-    def ran_in_eager(self, seconds: float) -> None:
-        """Handle the end of such a pass, unless it ran within another."""
-
     def ended(self) -> None:
         """Handle the end of a pass that the engine walked."""
 
@@ -213,9 +210,7 @@ class Engine:
                 self.inside = self.running = False
                 self.roots = self.targets = ()
                 self.callbacks.clear()
-            start = time.perf_counter()
             result = self._without(roots, args, kwargs)  # raises eager's error if the pass itself is wrong
-            seconds = time.perf_counter() - start
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
             # A recording was refused at this node before, and the engine gives no reason
@@ -224,7 +219,6 @@ class Engine:
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
             self.handler.left_to_eager(reason)
-            self.handler.ran_in_eager(seconds)
             return result
         finally:
             self._turn.release()
@@ -253,11 +247,7 @@ class Engine:
 
     def _leave_to_eager(self, reason: str, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.handler.left_to_eager(reason)  # before it runs: it may raise
-        within, start = self.inside, time.perf_counter()
-        result = self._without(roots, args, kwargs)
-        if not within:
-            self.handler.ran_in_eager(time.perf_counter() - start)
-        return result
+        return self._without(roots, args, kwargs)
 
     def _without(self, roots: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the pass in eager. The hook stays off as long as any such pass runs."""

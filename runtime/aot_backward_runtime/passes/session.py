@@ -62,12 +62,6 @@ class PassObserver(Protocol):
     def interpret(self, replaying: Replaying, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
         """Run a pass that the package does not serve."""
 
-    def served(self, structure: Structure, seconds: float) -> None:
-        """Handle the end of a pass that ran compiled in ``seconds``."""
-
-    def in_eager(self, seconds: float) -> None:
-        """Handle the end of a pass that ran in eager."""
-
     def ended(self, seconds: float) -> None:
         """Handle the end of a pass that the engine walked. ``seconds``: its time outside of the pass itself."""
 
@@ -168,10 +162,6 @@ class Replaying:
         self.report.eager.note(reason)
         self._log_once(f"a backward pass ran in eager: {reason}")
 
-    def ran_in_eager(self, seconds: float) -> None:
-        if self._observer is not None:
-            self._observer.in_eager(seconds)
-
     def ended(self) -> None:
         if self._observer is not None:
             self._observer.ended(self.engine.reached - self.engine.began + time.perf_counter() - self.engine.left)
@@ -253,7 +243,6 @@ class Replaying:
     def _run_compiled(
         self, structure: Structure, operands: Operands, match: Match, binding: bool
     ) -> list[torch.Tensor | None]:
-        start = time.perf_counter()
         results = match.variant.run(operands, match, self.engine.calling_out, self._missed)
         self.engine.unserved = 0
         self.report.compiled += 1
@@ -262,8 +251,6 @@ class Replaying:
             self._hits_in_a_row += 1
             if self._hits_in_a_row == _QUIET_AFTER_HITS:
                 self.explain(False)
-        if self._observer is not None:
-            self._observer.served(structure, time.perf_counter() - start)
         return results
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
