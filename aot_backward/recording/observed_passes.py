@@ -52,11 +52,9 @@ class ObservedPasses:
             return None
         timer = self._timed
         try:
-            row, is_known = timer.due(roots, inputs)
+            row = timer.due(roots, inputs)
         except Exception:  # sizes of a trace, nodes that hide their names: interpreted, if the engine accepts them
             return None
-        if is_known:
-            replaying.explain(False)  # the explanation would be timed, too
         if row is None:
             return None
 

@@ -25,7 +25,7 @@ from .selection import MIN_SEEN, check_min_seen, check_time_limit
 
 _CONSTANTS = (
     "A number that is part of a node and changes from pass to pass, such as the limit of a clamp, makes a new structure each time. "
-    "Pass it as a 0-d tensor instead. report.engine names the new nodes"
+    "Pass it as a 0-d tensor instead"
 )
 
 

@@ -53,14 +53,13 @@ class TimedPasses:
         self._rows: dict[tuple[Place, int], Row] = {}
         self._here = threading.local()
 
-    def due(self, roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[Row | None, bool]:
-        """Return the row of the pass that is called now, which runs in eager, or None if it is to be interpreted. Also
-        return whether a similar pass was met."""
+    def due(self, roots: Sequence[Any], inputs: Sequence[Any]) -> Row | None:
+        """Return the row of the pass that is called now, which runs in eager, or None if it is to be interpreted."""
         self._here.likeness = None
         key = place_of(roots), _likeness(roots, inputs, _NODES_LOOKED_UP)
         row = self._rows.get(key)
         if row is not None and len(row.seconds) < row.length:
-            return row, True
+            return row
         self._here.likeness = likeness = _likeness(roots, inputs, _MAX_NODES)
         self._here.interpreted = None
         if row is not None:
@@ -71,14 +70,14 @@ class TimedPasses:
         times = self._times.get(likeness)
         rows = min(self._rows_due(times), _MAX_ROWS) if times is not None else 0
         if times is None or times.rows >= rows or _is_enough(times) or len(self._rows) >= _MAX_GRAPHS:
-            return None, likeness in self._times
+            return None
         times.rows += 1
         self._rows[key] = row = Row(
             times,
             likeness,
             _SHORT_PASS_ROW_LENGTH if times.times_in_eager and times.eager < _SHORT_PASS else _ROW_LENGTH,
         )
-        return row, True
+        return row
 
     def _rows_due(self, times: PassTimes) -> int:
         """Return the rows that are due. During a row of another kind, passes in between join in: interpreting them

@@ -302,7 +302,7 @@ def test_the_report_of_a_good_recording(script: Path) -> None:
         2,
         0,
     )
-    assert report["engine"] and report["written"] and report["stopped_by"] is None
+    assert report["written"] and report["stopped_by"] is None
     third = called("record", "-o", "bw.pt2", "--", script)
     assert third.exit_code == 0 and third.stderr.splitlines()[1] == "nothing is new: bw.pt2 has these passes"
 

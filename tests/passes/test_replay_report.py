@@ -38,7 +38,7 @@ def test_a_good_replay_takes_one_line() -> None:
         passes(small(), [3] * 20)
     assert str(replaying.report) == "20 of 20 backward passes (1 binding, 19 hits) ran compiled"
     report = replaying.report.to_json()
-    assert report["engine"] and (report["passes"], report["compiled"]) == (20, 20)
+    assert (report["passes"], report["compiled"]) == (20, 20)
 
 
 def test_a_pass_that_record_refuses_is_not_advised_to_be_recorded() -> None:

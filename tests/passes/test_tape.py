@@ -25,7 +25,6 @@ from ..support.backward_passes.scenario import leaf
 
 _REENTRANT = "re-entrant: called by a hook or a custom function of another pass"
 _BATCHED = "batched gradients (is_grads_batched=True), or within a functorch transform"
-_AGAIN = "a structure that ran in eager before"
 LEFT_TO_EAGER = {
     "checkpointed_reentrant": {_REENTRANT: 6},
     "backward_in_a_backward": {_REENTRANT: 6},
@@ -34,8 +33,7 @@ LEFT_TO_EAGER = {
     "batched_gradients": {_BATCHED: 3},
     "update_through_a_view_of_another_type": {"view_fn not supported by compiled autograd": 3},
     "nothing_in_reach": {
-        "the order in which eager runs the nodes cannot be derived from the roots of this pass": 2,
-        _AGAIN: 4,
+        "the order in which eager runs the nodes cannot be derived from the roots of this pass": 6,
     },
     "jagged_tensors": {"NestedTensor support not implemented.": 3},
 }

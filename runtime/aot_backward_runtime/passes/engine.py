@@ -109,6 +109,8 @@ class Engine:
             )
         self._thread = threading.get_ident()
         self._prior = torch_api.set_autograd_compiler(self.handler.recorder, True)
+        # PyTorch's own compiled autograd leaves its logger behind, which calls methods of a compiler that Recorder lacks
+        torch_api.set_verbose_logger(None)
         self.clear_cache()  # an entry of the cache belongs to the session that recorded it
         if not _hooks:
             for module in _modules:
@@ -213,9 +215,6 @@ class Engine:
             result = self._without(roots, args, kwargs)  # raises eager's error if the pass itself is wrong
             for rest in (" You can disable", " Please ", " Exception raised from"):
                 reason = reason.partition(rest)[0]
-            # A recording was refused at this node before, and the engine gives no reason
-            if reason.startswith("!vlogger"):
-                reason = "a structure that ran in eager before"
             if reason.startswith("Compiled autograd is not compatible with C++ DDP Reducer"):
                 reason = DATA_PARALLEL
             self.handler.left_to_eager(reason)

@@ -49,7 +49,6 @@ class Report:
         misses: The numbers of interpreted passes, by reason.
         eager: The numbers of passes that ran in eager, by reason: the engine refused them, or the package did not serve
             earlier ones.
-        engine: The numbers of the engine's explanations of its first cache misses, by text. They are only in the JSON.
         steps: The number of compiled optimizer steps.
         eager_steps: The numbers of optimizer steps that ran in eager, by reason.
         clippings: The number of compiled clippings of gradients.
@@ -62,7 +61,6 @@ class Report:
     hits: int = 0
     misses: Reasons = field(default_factory=Reasons)
     eager: Reasons = field(default_factory=Reasons)
-    engine: Reasons = field(default_factory=Reasons)  # the engine's explanations of its first cache misses
     steps: int = 0
     eager_steps: Reasons = field(default_factory=Reasons)
     clippings: int = 0
@@ -77,7 +75,6 @@ class Report:
             "hits": self.hits,
             "misses": self.misses.shown(),
             "eager": self.eager.shown(),
-            "engine": self.engine.shown(),
             "optimizer_steps": self.steps,
             "optimizer_steps_in_eager": self.eager_steps.shown(),
             "clippings": self.clippings,

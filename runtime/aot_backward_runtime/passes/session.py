@@ -39,10 +39,6 @@ from .structure import Structure
 from .structure_table import MAX_STRUCTURES, StructureTable
 
 log = logging.getLogger("aot_backward.replay")
-# Stop the engine's verbose cache-miss logging after this many hits in a row, because it costs time
-_QUIET_AFTER_HITS = 8
-# New structures with an explanation of the cache miss: for it the engine copies the keys of all siblings at each node
-_EXPLANATIONS = 64
 _LOGGED = 64  # different warnings in one context: bounds the log; further reasons are only in the report. A guess
 # Passes of unknown structure that are recorded after the engine's cache was emptied, to bind the package's structures
 # again
@@ -93,14 +89,10 @@ class Replaying:
         self.engine = Engine(self, may_leave=not self.looks_at_all)
         self.steps = ServedSteps(package if optimizer else None, entry, self.report, step_observer)
         self.sites = CallSites()
-        self.table = StructureTable(
-            package, entry, max_structures, self._stop_explaining, by_nodes=observer is None, slower=self.looks_at_all
-        )
+        self.table = StructureTable(package, entry, max_structures, by_nodes=observer is None, slower=self.looks_at_all)
         self.tapes = self.table.tapes
         self._logged: set[str] = set()
-        self._hits_in_a_row = 0
         self._random = random.Random(0)  # noqa: S311
-        self._explanations_left = _EXPLANATIONS
         self._bound: list[_BoundPass] = []  # the contents of the engine's cache
         # Structures with hits that the cache held when it was last emptied, minus structures bound since
         self._to_rebind = 0
@@ -111,13 +103,11 @@ class Replaying:
         self.engine.__enter__()
         if self.engine.may_leave and not self.table.serves:
             self.engine.take_out()
-        self.explain(True)
         if self.steps:
             interception.enter(self.steps)
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch_api.set_verbose_logger(None)
         self.engine.__exit__()
         self.report.passes += self.engine.not_looked_at
         self.report.eager.note(
@@ -131,10 +121,6 @@ class Replaying:
     def clear_cache(self) -> None:
         """Unbind all structures; the next pass of each is a binding pass again."""
         self.engine.clear_cache()
-
-    def _stop_explaining(self) -> None:
-        self._explanations_left = 0
-        self.explain(False)
 
     def is_cache_empty(self) -> bool:
         """Return whether nothing is bound."""
@@ -171,17 +157,13 @@ class Replaying:
         self._attempts_left = _ATTEMPTS + 2 * self._to_rebind if self._to_rebind else 0
         self._bound.clear()
 
-    def _bind(self, recorded: Recorded, reasons: Sequence[str]) -> Callable[..., Any]:
-        for reason in reasons:
-            self.report.engine.note(reason)
-            self._explanations_left -= 1
+    def _bind(self, recorded: Recorded) -> Callable[..., Any]:
         bound = _BoundPass(self, recorded)
         self.engine.largest = max(self.engine.largest, len(bound.tape.nodes))
         if not self.table.knows(bound.structure):
             why = self.table.why_full()
             raise MissError(f"{why} (replay is strict)") if self.strict else Refused(why)
         self.report.bindings += 1
-        self.explain(True)
         self._bound.append(bound)
         self._to_rebind -= 1
         return bound
@@ -248,9 +230,6 @@ class Replaying:
         self.report.compiled += 1
         if not binding:
             self.report.hits += 1
-            self._hits_in_a_row += 1
-            if self._hits_in_a_row == _QUIET_AFTER_HITS:
-                self.explain(False)
         return results
 
     def interpret(self, structure: Structure, operands: Operands) -> list[torch.Tensor | None]:
@@ -266,7 +245,6 @@ class Replaying:
         if self._observer is not None:
             return
         self.report.misses.note(reason)
-        self.explain(True)
         self._log_once(f"a backward pass was interpreted: {reason}")
 
     def _log_once(self, message: str) -> None:
@@ -275,11 +253,6 @@ class Replaying:
             log.warning(
                 "%s%s", message, "; further reasons are only in the report" if len(self._logged) == _LOGGED else ""
             )
-
-    def explain(self, on: bool) -> None:
-        """Switch the engine's explanations of cache misses, which cost time on every pass."""
-        self._hits_in_a_row = 0 if on else self._hits_in_a_row
-        torch_api.set_verbose_logger(_IGNORING_LOGGER if on and self._explanations_left > 0 else None)  # type: ignore[arg-type] # calls .debug
 
 
 class _BoundPass:
@@ -395,15 +368,6 @@ def _nothing(seconds: float) -> None:
     pass
 
 
-class _IgnoringLogger:
-    """A logger for the engine: if it has one, it also passes its reasons to the recorder as a list. The logged lines
-    are not needed."""
-
-    def debug(self, message: str, *args: Any) -> None:
-        pass
-
-
-_IGNORING_LOGGER = _IgnoringLogger()
 _ADVICE = "record such a pass too, into the same file (passes that are not faster than eager are left out; --tune none keeps them)"
 
 _NOT_SERVED = "called from a place where the package had no code for the last passes"

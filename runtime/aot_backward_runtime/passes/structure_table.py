@@ -3,7 +3,7 @@ kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -34,13 +34,11 @@ class StructureTable:
         package: Package | None,
         entry: str | None,
         max_structures: int,
-        on_full: Callable[[], None],
         *,
         by_nodes: bool,
         slower: bool,
     ):
-        """``on_full``: called once, when ``max_structures`` unknown structures were met. ``by_nodes``: large ones count
-        more than once. ``slower``: also serve variants of older packages that were slower than eager."""
+        """``by_nodes``: large ones count more than once. ``slower``: also serve variants of older packages that were slower than eager."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
@@ -57,7 +55,6 @@ class StructureTable:
             }
             self._specs = {f: s for f, s in served.items() if s.variants}
             self.operators = package.manifest.operators
-        self._on_full = on_full
         self._met: dict[str, Structure] = {}
         # Fingerprints that differ in these numbers, by the one that calls the functions
         self._context_numbers: dict[str, set[str]] = {}
@@ -106,8 +103,6 @@ class StructureTable:
             if structure.spec is None:
                 self._unknown += 1
                 self._weight += max(1, len(tape.nodes) / _SMALL_STRUCTURE) if self._by_nodes else 1
-                if self.full:
-                    self._on_full()
         return structure
 
     def difference(self, tape: Tape) -> str:

@@ -49,10 +49,10 @@ class Recorded:
 
 
 class Recorder:
-    """Records one pass. ``finish(recorded, reasons)`` returns the function that the engine then calls for passes of
+    """Records one pass. ``finish(recorded)`` returns the function that the engine then calls for passes of
     this structure."""
 
-    def __init__(self, order: Order, finish: Callable[[Recorded, Sequence[str]], Callable[..., Any]]):
+    def __init__(self, order: Order, finish: Callable[[Recorded], Callable[..., Any]]):
         self._order, self._finish = order, finish
         self._ops: list[Op] = []
         self._nodes: list[str] = []
@@ -62,7 +62,6 @@ class Recorder:
         self._counts = [0, 0]
         self._scalars: tuple[str, ...] = ()
         self._hooks = self._packed = 0
-        self._reasons: list[str] = []
         self.decided: list[SymbolicScalar] = []  # sizes that the engine read the value of
         self.refused = ""
         self._zeros_mode = torch_api.InterceptZeros(self._zeros)
@@ -136,9 +135,6 @@ class Recorder:
         ]
         self._zeros_mode.open()
         return "aot-backward", stand_ins, symbols, lifted
-
-    def log_compile_reasons(self, reasons: Sequence[str]) -> None:
-        self._reasons = [r.partition(": ")[2] or r for r in reasons[-1:]]
 
     def set_node_origin(self, name: str, index: int, context: Any) -> None:
         self._nodes.append(name)
@@ -321,7 +317,7 @@ class Recorder:
 
         self._alive.clear()
         self._slots.clear()
-        return _call, self._finish(Recorded(arranged, order, picked), self._reasons)
+        return _call, self._finish(Recorded(arranged, order, picked))
 
     def close(self) -> None:
         self._zeros_mode.close()
