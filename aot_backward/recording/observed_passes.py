@@ -14,7 +14,6 @@ from aot_backward_runtime.passes import origin
 from aot_backward_runtime.passes.pass_contract import Operands
 from aot_backward_runtime.passes.session import Replaying
 from aot_backward_runtime.passes.structure import Structure
-from aot_backward_runtime.tapes.custom_function import PlainContext
 from aot_backward_runtime.tapes.tape import Tape, slots
 
 from .observation import Observation
@@ -116,10 +115,8 @@ class ObservedPasses:
     def _recorded_structure(self, tape: Tape, operands: Operands) -> RecordedStructure:
         fingerprint = tape.fingerprint()
         if fingerprint not in self.structures:
-            hooks = [tape.ops[n].operands[0].index for n in tape.plain_customs]
             self.structures[fingerprint] = RecordedStructure(
                 tape,
-                contexts={h: PlainContext(operands.hooks[h]) for h in hooks},
                 line=origin.line(),
             )
         return self.structures[fingerprint]

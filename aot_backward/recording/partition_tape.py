@@ -38,15 +38,13 @@ class Partition:
 def partition_tape(
     tape: Tape,
     hook_groups: Sequence[int],
-    trace_customs: bool = True,
     opaque: Set[str] = OPAQUE,
     single: Set[int] = frozenset(),
 ) -> list[Partition]:
     """Return the partitions of a pass in the order in which they run.
 
-    ``hook_groups``: which hooks are one object. ``trace_customs``: whether custom functions with a traceable backward
-    (:mod:`aot_backward_runtime.tapes.custom_function`) become part of the graphs. ``opaque`` (nodes by name) and
-    ``single`` (operations by number) are not compiled.
+    ``hook_groups``: which hooks are one object. ``opaque`` (nodes by name) and ``single`` (operations by number) are
+    not compiled.
 
     Everything that eager runs before a hook runs before it here, since a hook may read or change any tensor. The
     exception is hooks that unpack saved tensors: hooks of one object are called together, before the operations between
@@ -69,9 +67,7 @@ def partition_tape(
     for n, op in enumerate(tape.ops):
         if op.kind == "accumulate":
             leaves.append(n)
-        elif (n not in single and (op.kind not in CALLS_OUT and op.name not in opaque)) or (
-            trace_customs and n in tape.plain_customs
-        ):
+        elif n not in single and op.kind not in CALLS_OUT and op.name not in opaque:
             graph.append(n)
         else:
             group = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,11 +65,9 @@ def trace_partition(
     values: dict[int, Any],
     scalars: Sequence[Any],
     ambient: Ambient,
-    contexts: Mapping[int, Any],
     fake_mode: Any,
 ) -> TracedPartition:
-    """Trace a compiled partition. ``values``: fake results of earlier partitions; this one's are added. ``contexts``:
-    of custom functions."""
+    """Trace a compiled partition. ``values``: fake results of earlier partitions; this one's are added."""
     leaves = {
         op.operands[1].index: op.operands[0].index
         for op in tape.ops
@@ -91,7 +89,7 @@ def trace_partition(
                 inputs[key] = tensor
             elif kind == "value":
                 run_values[key] = tensor
-        state = Run(inputs, shapes.sizes, scalars, contexts, ())  # type: ignore[arg-type]
+        state = Run(inputs, shapes.sizes, scalars, (), ())  # type: ignore[arg-type]
         state.values.update(run_values)
         for n in partition.ops:
             try:

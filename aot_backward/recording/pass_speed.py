@@ -24,7 +24,7 @@ from aot_backward_runtime.passes.pass_contract import Operands, PassContract
 from aot_backward_runtime.passes.recorded_times import AROUND, SLOWER, sizes_in_words
 from aot_backward_runtime.passes.structure import Structure
 from aot_backward_runtime.tapes.interpreter import Run
-from aot_backward_runtime.tapes.tape import CALLS_OUT, Op, Tape
+from aot_backward_runtime.tapes.tape import CALLS_OUT, Op
 
 from ..capture.ambient import current_ambient
 from ..checks import stopwatch
@@ -40,12 +40,9 @@ log = logging.getLogger("aot_backward")
 def measure(
     program: TracedProgram, spec: PassSpec, libraries: Mapping[str, Library], tune: str, target: str
 ) -> Speed | None:
-    """Return microseconds of a whole pass at the recorded sizes; None if too few passes were timed, or the code cannot
-    run without the script."""
+    """Return microseconds of a whole pass at the recorded sizes; None if too few passes were timed."""
     tape = program.structure.tape
     calls = [op for op in tape.ops if op.kind in CALLS_OUT]
-    if _reads_contexts(tape, spec):
-        return None
     times: dict[str, list[float]] = {EAGER: [], COMPILED: []}
     labels: list[str] = []
     for example in program.examples:
@@ -86,14 +83,7 @@ def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
     number of passes; or ""."""
     if not target.startswith("cpu"):
         return "not timed against eager, because only code for a CPU is timed"
-    if _reads_contexts(program.structure.tape, spec):
-        return "not timed against eager, because custom functions of the script are part of the code"
     return ""
-
-
-def _reads_contexts(tape: Tape, spec: PassSpec) -> bool:
-    """Return whether compiled code includes a custom function's backward, which reads data that only the script has."""
-    return any(tape.ops[n].kind in CALLS_OUT for s in spec.segments if s.library for n in s.ops)
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:

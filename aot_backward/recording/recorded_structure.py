@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from aot_backward_runtime.tapes.custom_function import PlainContext
 from aot_backward_runtime.tapes.tape import Tape
 
 from .observation import Observation
@@ -64,8 +63,6 @@ class RecordedStructure:
     examples: dict[Any, list[tuple[Observation, ExamplePass]]] = field(default_factory=dict)  # by Observation.kind()
     times: dict[Observation, PassTimes] = field(default_factory=dict)
     seconds: float = math.inf  # of the fastest interpreted pass
-    # Of custom functions that may be traced, by the number of the hook
-    contexts: dict[int, PlainContext] = field(default_factory=dict)
     line: str = ""  # of the script that called the first such pass
 
     @property
@@ -89,11 +86,10 @@ class RecordedStructure:
         return self.times.setdefault(observation, PassTimes())
 
     def is_untimed(self, observation: Observation) -> bool:
-        """Return whether too few passes like ``observation`` were timed to compare compiled code with eager. False if
-        there is another answer: code that includes custom functions is kept without times, and a tensor that compiled
-        code cannot take is refused by name."""
-        answered = self.contexts or any(t.unsupported for t in observation.inputs)
-        return not answered and not any(e.times.enough for _, e in self.examples.get(observation.kind(), []))
+        """Return whether too few passes like ``observation`` were timed to compare compiled code with eager. False for
+        a tensor that compiled code cannot take: it is refused by name."""
+        refused = any(t.unsupported for t in observation.inputs)
+        return not refused and not any(e.times.enough for _, e in self.examples.get(observation.kind(), []))
 
     def location(self, node: int | None = None) -> str:
         """Return the place of such a pass, or of a node of it, in the script:

@@ -113,36 +113,22 @@ def _trace_variant(
     examples = [e for _, e in structure.examples.get(observation.kind(), [])]
     tape, single = structure.tape, sparse_operations(structure.tape, examples)
     opaque = set(OPAQUE)
-    trace_customs = bool(tape.plain_customs)
     while True:
-        partitions = partition_tape(tape, observation.hook_groups, trace_customs, opaque, single)
+        partitions = partition_tape(tape, observation.hook_groups, opaque, single)
         values: dict[int, Any] = {}
         traced: list[TracedPartition] = []
         try:
             for p in partitions:
                 if p.compiled:
                     traced.append(
-                        trace_partition(
-                            tape,
-                            p,
-                            shapes,
-                            values,
-                            observation.scalars,
-                            observation.ambient,
-                            structure.contexts,
-                            fake_mode,
-                        )
+                        trace_partition(tape, p, shapes, values, observation.scalars, observation.ambient, fake_mode)
                     )
                 else:
                     assume_results(tape.ops[p.ops[0]], examples, values, shapes, fake_mode)
-        except Exception as error:
-            if trace_customs:  # a custom backward may fail on fake tensors: call it uncompiled
-                trace_customs = False
-            # Likewise for a PyTorch node
-            elif isinstance(error, TraceError) and error.name and len(opaque) < _MAX_OPAQUE:
-                opaque.add(error.name)
-            else:
+        except TraceError as error:  # a node may fail on fake tensors: call it uncompiled
+            if not error.name or len(opaque) >= _MAX_OPAQUE:
                 raise
+            opaque.add(error.name)
             continue
         return TracedProgram(fingerprint, name, structure, shapes, observation, partitions, traced, examples)
 

@@ -142,27 +142,6 @@ def orders(session: Any) -> Iterator[None]:
     assert all(leaf.grad is not None and leaf.grad.tolist() == [600.0, 600.0] for leaf in leaves)
 
 
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, number: float) -> Tensor:
-        ctx.number = number
-        return x * number
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.number, None
-
-
-def numbers(session: Any) -> Iterator[None]:
-    """Change a custom function's number and a constant of another node."""
-    leaf = torch.ones(2, requires_grad=True)
-    for step in range(150):
-        leaf.grad = None
-        Times.apply(leaf, 1.0 + step).clamp(max=1000.0 + step).sum().backward()
-        assert leaf.grad is not None and leaf.grad.tolist() == [1.0 + step] * 2
-        yield
-
-
 def lengths(session: Any) -> Iterator[None]:
     """Run episodes of varying length."""
     cell = nn.Linear(2, 2)
@@ -174,7 +153,7 @@ def lengths(session: Any) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("script", [orders, numbers, lengths])
+@pytest.mark.parametrize("script", [orders, lengths])
 @pytest.mark.parametrize("door", ["replay", "record"])
 def test_other_ways_of_changing(script: Callable[[Any], Iterator[None]], door: str, package: Path) -> None:
     with ab.replay(package, max_structures=6) if door == "replay" else ab.record(max_structures=6) as session:

@@ -23,7 +23,6 @@ from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
 from ..package.signature_policy import Key, Policy
-from ..tapes.custom_function import PlainContext, digest_of
 from ..tapes.interpreter import Run
 from ..tapes.node_order import eager_order
 from ..tapes.recorder import Recorded, Recorder, Refused
@@ -265,26 +264,13 @@ class _BoundPass:
         self.order = recorded.order
         self.tape = recorded.arranged(recorded.order)
         self.structure = session.table.find(self.tape)
-        self.customs: dict[int, PlainContext | None] = dict.fromkeys(
-            self.tape.ops[n].operands[0].index for n in self.tape.plain_customs
-        )
 
     def _follow_order(self) -> None:
         """Follow eager's order of nodes (that of the forward), which the engine's cache does not know."""
         order = eager_order(self.session.engine.roots, self.session.engine.targets, self.tape.nodes)
         if order is not None and order != self.order:
             self.order, self.tape = order, self.recorded.arranged(order)
-            self.customs = dict.fromkeys(self.customs)
             self.structure = self.session.table.find(self.tape)
-
-    def _follow_contexts(self, hooks: Sequence[Any]) -> None:
-        """Find the structure again if a context holds other numbers than last time: the engine's cache ignores
-        contexts."""
-        if all(plain is not None and plain.fits(hooks[index]) for index, plain in self.customs.items()):
-            return
-        digests = {n: digest_of(hooks[self.tape.ops[n].operands[0].index]) for n in self.tape.plain_customs}
-        self.structure = self.session.table.find(self.tape.redigested(digests))
-        self.customs = {index: PlainContext(hooks[index]) for index in self.customs}
 
     def __call__(
         self,
@@ -303,8 +289,6 @@ class _BoundPass:
         self.served = not binding
         if not binding and (self.tape.order_matters or (self.structure.spec is None and self.tape.order_rounds)):
             self._follow_order()
-        if self.customs:
-            self._follow_contexts(hooks)
         if len(self.recorded.picked) != len(inputs):
             inputs = [inputs[i] for i in self.recorded.picked]
         results = self.session.compute(self.structure, Operands(inputs, sizes, scalars, hooks, packed), binding)

@@ -16,8 +16,6 @@ from ..tapes.tape import Tape
 from .recorded_times import is_served
 from .structure import Structure
 
-# Sets of numbers in a custom function's context that make separate structures; with more, it is called. A guess
-_MAX_CONTEXT_NUMBERS = 4
 MAX_STRUCTURES = 128
 """Structures that no package holds, in one context. Their tapes are kept: 1 to 4 kB a node."""
 _SMALL_STRUCTURE = 32
@@ -56,8 +54,6 @@ class StructureTable:
             self._specs = {f: s for f, s in served.items() if s.variants}
             self.operators = package.manifest.operators
         self._met: dict[str, Structure] = {}
-        # Fingerprints that differ in these numbers, by the one that calls the functions
-        self._context_numbers: dict[str, set[str]] = {}
         self._by_nodes = by_nodes
         self._unknown = 0  # structures that were met and that the package does not hold
         self._weight = 0.0  # ... and their count towards max_structures
@@ -80,19 +76,8 @@ class StructureTable:
         return structure.tape.fingerprint() in self._met
 
     def find(self, tape: Tape) -> Structure:
-        """Return the structure of ``tape``. If the numbers in a custom function's context keep changing, that function
-        is called."""
+        """Return the structure of ``tape``."""
         fingerprint = tape.fingerprint()
-        if tape.plain_customs and fingerprint not in self._specs:
-            called_tape = tape.redigested(dict.fromkeys(tape.plain_customs, ""))
-            fingerprints = self._context_numbers.get(called_tape.fingerprint(), set())
-            if fingerprint not in fingerprints and (
-                called_tape.fingerprint() in self._specs or len(fingerprints) >= _MAX_CONTEXT_NUMBERS
-            ):
-                tape, fingerprint = called_tape, called_tape.fingerprint()
-            elif not self.full:
-                fingerprints.add(fingerprint)
-                self._context_numbers[called_tape.fingerprint()] = fingerprints
         structure = self._met.get(fingerprint)
         if structure is None:
             structure = Structure(tape, self._specs.get(fingerprint), self._libraries, self._constants)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +61,7 @@ KINDS = {
     "validate": "(gradients, what each must look like) -> gradients: cast, summed to size, or an error",
     "add": "fan-in: (sum so far, one more) -> sum",
     "accumulate": "AccumulateGrad: (leaf, gradient) into the leaf's .grad",
-    "custom": "a Python autograd.Function: (context, saved tensors, gradients, their metadata, digest of its code or '') -> gradients",
+    "custom": "a Python autograd.Function: (context, saved tensors, gradients, their metadata, '') -> gradients",
     "copy_slices_prologue": "of an in-place update of a view",
     "copy_slices_epilogue": "of an in-place update of a view",
     "zeros": "(sizes, dtype, device) -> zeros that a custom function gets for an undefined gradient",
@@ -157,10 +157,7 @@ class Tape:
     @cached_property
     def order_matters(self) -> bool:
         """True if Python code can observe eager's order of nodes."""
-        return any(
-            op.kind in CALLS_OUT and op.kind != "unpack_hook" and n not in self.plain_customs
-            for n, op in enumerate(self.ops)
-        )
+        return any(op.kind in CALLS_OUT and op.kind != "unpack_hook" for op in self.ops)
 
     @cached_property
     def order_rounds(self) -> bool:
@@ -192,19 +189,6 @@ class Tape:
         return (
             f"{self.nodes[op.node].rpartition('::')[2] if 0 <= op.node < len(self.nodes) else op.name}, node {op.node}"
         )
-
-    @cached_property
-    def plain_customs(self) -> tuple[int, ...]:
-        """The operations with a custom function that may be compiled (``custom_function.py``)."""
-        return tuple(n for n, op in enumerate(self.ops) if op.kind == "custom" and op.operands[4])
-
-    def redigested(self, digests: Mapping[int, str]) -> Tape:
-        """Return the same pass with other digests, by the number of the operation."""
-        ops = tuple(
-            replace(op, operands=(*op.operands[:4], digests[n])) if n in digests else op
-            for n, op in enumerate(self.ops)
-        )
-        return replace(self, ops=ops)
 
 
 _POSITIONS = {"SliceBackward0": (3, 5), "SelectBackward0": (3,), "AsStridedBackward0": (2, 4)}
