@@ -140,15 +140,13 @@ class _Job:
                     spec is not None
                     and spec.speed is None
                     and self._tune != "none"
-                    and not pass_speed.why_untimed(program, spec, self._target)
+                    and not pass_speed.why_untimed(self._target)
                 ):
                     self.added.skipped[f"{_TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
                     passes.append((program, spec))
                     untimed += (
-                        [pass_speed.why_untimed(program, spec, self._target)]
-                        if spec.speed is None and self._tune != "none"
-                        else []
+                        [pass_speed.why_untimed(self._target)] if spec.speed is None and self._tune != "none" else []
                     )
                 done += 1
             if passes:

@@ -78,12 +78,10 @@ def measure(
     )
 
 
-def why_untimed(program: TracedProgram, spec: PassSpec, target: str) -> str:
+def why_untimed(target: str) -> str:
     """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a
     number of passes; or ""."""
-    if not target.startswith("cpu"):
-        return "not timed against eager, because only code for a CPU is timed"
-    return ""
+    return "" if target.startswith("cpu") else "not timed against eager, because only code for a CPU is timed"
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
