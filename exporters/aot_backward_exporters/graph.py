@@ -55,7 +55,6 @@ class Graph:
     constants: dict[str, tuple[str, torch.Tensor]]
     nodes: int
     donated: tuple[int, ...] = ()  # inputs that may be overwritten with the code's own values
-    profiled: bool = False  # each kernel reports itself to torch.profiler, which takes time
 
 
 @dataclass(frozen=True)

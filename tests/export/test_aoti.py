@@ -434,8 +434,7 @@ def test_the_target_changes_the_key() -> None:
 def test_what_else_is_asked_for_changes_the_key() -> None:
     graph, mode = capture(_scaled(2.0), [ROWS], PAIR)
     form = canonical_graph(graph, mode.shape_env)
-    others = [dataclasses.replace(graph, profiled=True), dataclasses.replace(graph, donated=(0,))]
-    assert len({compile._key(form, "cpu", one) for one in (graph, *others)}) == 3
+    assert compile._key(form, "cpu", graph) != compile._key(form, "cpu", dataclasses.replace(graph, donated=(0,)))
 
 
 def refused(captured: Captured, folder: Path) -> str:

@@ -265,10 +265,7 @@ def _artifact(graph: Graph, key: str, entry: CachedLibrary, folder: Path) -> Art
 def _key(form: Canonical, target: str, graph: Graph) -> str:
     """Return the digest of everything that the library depends on: the graph, Inductor's settings, and all versions."""
     command = gcc.compiler(processor(target).machine)
-    overrides = {
-        "emulate_precision_casts": selections.is_rounded(graph.module),
-        "cpp.enable_kernel_profile": graph.profiled,
-    }
+    overrides = {"emulate_precision_casts": selections.is_rounded(graph.module)}
     with torch_api.inductor_config.patch({**settings_for(processor(target)), **overrides}):
         settings = torch_api.inductor_config.save_config_portable(ignore_private_configs=False)
     return digest(

@@ -105,7 +105,7 @@ def _lowered(
             if isinstance(each, torch.fx.GraphModule):
                 each.recompile()
         scans_as_loops(module, fake_mode)
-        calls_updates = update_calls and not graph.profiled and updates.as_calls(module, fake_mode)
+        calls_updates = update_calls and updates.as_calls(module, fake_mode)
     least_product = large_products.least(module)
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     try:
@@ -118,7 +118,7 @@ def _lowered(
                 {**settings_for(built_for), "aot_inductor.output_path": str(folder), "aot_inductor.metadata": {}}
             ),
             config.patch(torch_api.get_cpp_wrapper_config()),
-            config.patch({"emulate_precision_casts": rounds, "cpp.enable_kernel_profile": graph.profiled}),
+            config.patch({"emulate_precision_casts": rounds}),
             V.set_fake_mode(fake_mode),
             torch_api.functorch_config.patch(unlift_effect_tokens=True),
             torch_api._compiling_state_context(),
