@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Additions to a package. ``variants``: their (fingerprint, name).
-    ``untimed``: the number of variants that were not timed, by reason. ``steps``: the optimizers with added steps, and
+    """Additions to a package. ``variants``: their (fingerprint, name). ``steps``: the optimizers with added steps, and
     the functions that clip gradients."""
 
     variants: frozenset[tuple[str, str]] = frozenset()
-    untimed: Mapping[str, int] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
 
     @property

@@ -69,7 +69,7 @@ def add_passes(
         added.settled |= selection.untimed.keys()
         added.seldom, added.chosen = selection.seldom, len(selection.structures) + len(selection.untimed)
         new = [fingerprint for fingerprint in structures if not package.variants(fingerprint)]
-        job = _Job(package, added, target, tune, say, Path(folder), new)
+        job = _Job(package, added, target, tune, timed, say, Path(folder), new)
         batches = Batches(time_limit)
         try:
             for batch in batches.of(list(selection.structures.items())):
@@ -112,13 +112,15 @@ class _Job:
         added: Added,
         target: str,
         tune: str,
+        timed: bool,
         say: Progress,
         folder: Path,
         new: Sequence[str],
     ):
-        """``new``: fingerprints that the package does not have, in order."""
+        """``timed``: whether compiled code is kept only if it was compared with eager's time. ``new``: fingerprints
+        that the package does not have, in order."""
         self.package, self.added = package, added
-        self._target, self._tune, self._say, self._folder = target, tune, say, folder
+        self._target, self._tune, self._timed, self._say, self._folder = target, tune, timed, say, folder
         self._parts = itertools.count()
         self._places = {fingerprint: place for place, fingerprint in enumerate(new)}
         self._next: tuple[PackageUpdate, Contents] | None = None  # the next state of the file
@@ -130,31 +132,22 @@ class _Job:
         done = 0
         for fingerprint, group in itertools.groupby(programs, key=lambda program: program.fingerprint):
             passes: list[tuple[TracedProgram, PassSpec]] = []
-            untimed: list[str] = []
             for program in group:
                 self._say("check", done, len(programs))
                 spec = self._checked(program, artifacts, mode)
                 if spec is not None and spec.speed is not None and not is_served(spec.speed):
                     self.added.slower.append(pass_speed.slower(program, spec.speed))
-                elif (
-                    spec is not None
-                    and spec.speed is None
-                    and self._tune != "none"
-                    and not pass_speed.why_untimed(self._target)
-                ):
+                elif spec is not None and spec.speed is None and self._timed:
                     self.added.skipped[f"{_TOO_FEW}{program.structure.location()}"] += 1
                 elif spec is not None:
                     passes.append((program, spec))
-                    untimed += (
-                        [pass_speed.why_untimed(self._target)] if spec.speed is None and self._tune != "none" else []
-                    )
                 done += 1
             if passes:
                 package, contents = self._next or (self.package, self.added.contents)
                 variants = contents.variants | {(fingerprint, p.name) for p, _ in passes}
                 self._next = (
                     package.with_passes(passes, artifacts, self._places),
-                    replace(contents, variants=variants, untimed=Counter(contents.untimed) + Counter(untimed)),
+                    replace(contents, variants=variants),
                 )
         self._say("check", len(programs), len(programs))
         self.write()
@@ -200,9 +193,7 @@ class _Job:
             _state_graphs(program, sizes)
             libraries = libraries_of(program, artifacts)
             spec = checked(program, program.spec(sizes), libraries)
-            speed = (
-                pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._tune != "none" else None
-            )
+            speed = pass_speed.measure(program, spec, libraries, self._tune, self._target) if self._timed else None
             return replace(spec, speed=speed)
         except (ExportError, InputError, PackageError, RuntimeError) as error:  # native code raises RuntimeError
             self.added.skipped[f"{program.name}: {str(error).partition(chr(10))[0]}{program.structure.location()}"] += 1

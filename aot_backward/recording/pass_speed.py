@@ -78,12 +78,6 @@ def measure(
     )
 
 
-def why_untimed(target: str) -> str:
-    """Return why :func:`measure` cannot time a pass however often it came, as the report of ``record`` says it of a
-    number of passes; or ""."""
-    return "" if target.startswith("cpu") else "not timed against eager, because only code for a CPU is timed"
-
-
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
     """Return the faster of eager and compiled, by the geometric mean over the sizes."""
     return COMPILED if math.prod(SLOWER * t + AROUND for t in times[COMPILED]) < math.prod(times[EAGER]) else EAGER

@@ -30,7 +30,6 @@ def to_json(session: Recording) -> dict[str, Any]:
         "stopped_by": added.stopped or None,
         "skipped": dict(session.skipped),
         "slower_compiled": added.slower,
-        "untimed": dict(added.contents.untimed),
     }
 
 
@@ -49,8 +48,6 @@ def lines(session: Recording, output: Path) -> Iterator[str]:
     passes += [f"{sum(report.eager.values())} left to eager"] if report.eager else []
     yield ", ".join(passes)
     yield _written(session, output)
-    for why, variants in added.contents.untimed.items():
-        yield f"{variants} of {count(len(added.contents.variants), 'kind')} of passes {'was' if variants == 1 else 'were'} {why}"
     if added.seldom:
         frequency = "once" if session.min_seen == 2 else f"less than {session.min_seen} times"
         verb, pronoun = ("is", "it") if added.seldom == 1 else ("are", "them")
