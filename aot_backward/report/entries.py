@@ -21,7 +21,7 @@ from aot_backward_runtime.format.manifest import (
     VariantSpec,
     Verdict,
 )
-from aot_backward_runtime.format.param_groups import interval_words, options_of
+from aot_backward_runtime.format.param_groups import allowed_words, options_of
 from aot_backward_runtime.native.pytree import describe, signature
 from aot_backward_runtime.package.archive import Archive
 from aot_backward_runtime.package.targets import standalone_by_target, targets_of
@@ -147,7 +147,7 @@ def _groups(groups: Sequence[GroupSpec], specs: Sequence[NumberSpec]) -> Iterato
 
 def _number(spec: NumberSpec) -> str:
     place = "" if spec.position < 0 else f"[{spec.position}]"
-    limits = f" ({' or '.join(map(interval_words, spec.allowed))})" if spec.allowed else ""
+    limits = f" ({allowed_words(spec.allowed)})" if spec.allowed else ""
     return f"{spec.key}{place} = {spec.value:g}{limits}"
 
 

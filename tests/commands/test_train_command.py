@@ -94,7 +94,7 @@ def test_inspect_a_step(package: Path, static: Path) -> None:
         "fit step\n  State: 6 parameters with 83 elements, 3 buffers\n",
         "Optimizer: torch.optim.adamw.AdamW, before its first step; 14 tensors of state\n",
         "Group 0: 2 parameters; a schedule may change lr = 0.001, betas[0] = 0.9 (more than 0.5 and less than 1.5), betas[1] = 0.999, ",
-        "weight_decay = 0.01 (less than 0 or more than 0)\n    fixed: amsgrad = False, ",
+        "weight_decay = 0.01 (any but 0)\n    fixed: amsgrad = False, ",
         "Group 1: 4 parameters; a schedule may change lr = 0.01, ",
         "Clipping: clip_norm = 1\n",
         "Gradients: can be accumulated over calls\n",

@@ -4,6 +4,7 @@ supports."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import PackageError
@@ -33,8 +34,18 @@ def inside(value: float, interval: Interval) -> bool:
     return above and (high is None or value < high or (value == high and not interval.high_open))
 
 
-def interval_words(interval: Interval) -> str:
-    """Return ``more than 0 and at most 1``."""
+def allowed_words(allowed: Sequence[Interval]) -> str:
+    """Return ``more than 0 and at most 1``, ``any but 0``."""
+    match allowed:
+        case (
+            Interval(low=None, high=high, high_open=True),
+            Interval(low=low, high=None, low_open=True),
+        ) if low == high:
+            return f"any but {low:g}"
+    return " or ".join(map(_words, allowed))
+
+
+def _words(interval: Interval) -> str:
     low, high = interval.low, interval.high
     if low is not None and low == high:
         return f"{low:g} alone"

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import InputError
 from ..format.manifest import LibrarySpec, UpdateSpec
-from ..format.param_groups import inside, interval_words, options_of
+from ..format.param_groups import allowed_words, inside, options_of
 from ..native.guards import Contract, Fast, Same
 from ..native.library import NO_CONSTANTS, Library
 from ..native.memory import Ranges, extent
@@ -164,9 +164,8 @@ class BoundUpdate:
             return
         for number, value in zip(self.code.spec.numbers, values, strict=True):
             if number.allowed and not any(inside(value, i) for i in number.allowed):
-                ways = " or ".join(map(interval_words, number.allowed))
                 raise InputError(
-                    f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {ways}"
+                    f"param_groups[{number.group}][{number.key!r}] is {value:g}; the code was compiled for {allowed_words(number.allowed)}"
                 )
         self._vector[FIRST_NUMBER:] = torch.tensor(values, dtype=torch.float64)
         self._numbers = values

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..format.manifest import GroupSpec, NumberSpec, StepSpec
-from ..format.param_groups import inside, interval_words, options_in, options_of
+from ..format.param_groups import allowed_words, inside, options_in, options_of
 
 
 class Numbers:
@@ -73,9 +73,9 @@ class Numbers:
             text = "an integer beyond float64" if isinstance(value, int) else f"{value!r:.60}"
             raise InputError(f"{label} is {text}; expected a number") from error
         if spec.allowed and not any(inside(number, i) for i in spec.allowed):
-            ways = " or ".join(map(interval_words, spec.allowed))
             raise InputError(
-                f"{label} = {number:g}: {self.optimizer} computes differently for this value; compiled for {ways}: export a step for this value"
+                f"{label} = {number:g}: {self.optimizer} computes differently for this value; "
+                f"compiled for {allowed_words(spec.allowed)}: export a step for this value"
             )
         return number
 
