@@ -118,7 +118,7 @@ def test_inspect_in_words(recorded: Path) -> None:
         "run at s0=4, s0=7\n",
         f"  Structure {hooked}\n",
         "HalveBackward",
-        " as recorded\n",
+        ", 1 operation as recorded, ",
     ):
         assert words in shown
 
