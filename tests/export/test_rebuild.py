@@ -571,6 +571,18 @@ TAMPERED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+def test_operators_that_an_older_version_left_to_kernels(several: Path, tmp_path: Path) -> None:
+    name = "energy.0.gradient"
+
+    def leave(form: dict[str, Any]) -> None:
+        form["kernels"] = [n for n, node in enumerate(form["nodes"]) if node[0] == "aten.log.default"]
+
+    path = edited(several, tmp_path / "in.pt2", name, leave)
+    ab.rebuild(path, tmp_path / "out.pt2", target="cpu:avx2")
+    for file, called in ((several, False), (tmp_path / "out.pt2", True)):
+        assert ("aten::log" in load(file).manifest.libraries[name].operators) is called
+
+
 @pytest.mark.parametrize("case", TAMPERED)
 def test_a_graph_that_was_tampered_with(case: str, several: Path, tmp_path: Path) -> None:
     edit, message = TAMPERED[case]

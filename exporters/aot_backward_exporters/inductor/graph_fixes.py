@@ -41,7 +41,8 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def calls_eager_kernels(module: GraphModule) -> bool:
-    """Return whether an operator of ``module`` uses eager's kernel because compiled code gave other numbers."""
+    """Return whether an operator of ``module`` uses eager's kernel because compiled code gave other numbers, which an
+    older version stored in the portable graph."""
     return any(node.meta.get(EAGER_KERNEL) for node in module.graph.nodes)
 
 
