@@ -52,7 +52,7 @@ def print_text(archive: Archive) -> None:
     say(f"{archive.path}:")
     for block in text(archive):
         if isinstance(block, Table):
-            table("", block.header, block.rows)
+            table(block.header, block.rows)
         else:
             say(block)
 

@@ -35,16 +35,16 @@ def _blocks(child: Child, indent: str) -> Iterator[str | Table]:
         if isinstance(part, str):
             continue
         if part.tag == "dl":
-            terms = list(_flat(part.children))
-            for term, description in zip(terms[::2], terms[1::2], strict=True):
-                first, *more = [*_lines(description.children)] if isinstance(description, Html) else [description]
+            pairs = [p for p in _flat(part.children) if isinstance(p, Html)]
+            for term, description in zip(pairs[::2], pairs[1::2], strict=True):
+                first, *more = _lines(description.children)
                 yield f"{indent}{_inline(term)}: {first}".rstrip()
                 yield from (f"{indent}{_INDENT}{line}" for line in more)
         elif part.tag == "table":
             header, *rows = [[_inline(cell) for cell in _flat(row.children)] for row in _rows(part)]
             yield Table(header, rows)
         elif part.tag in ("h3", "h4"):
-            yield f"{'' if indent else chr(10)}{indent}{_inline(part)}"
+            yield indent + _inline(part) if indent else "\n" + _inline(part)
             indent += _INDENT  # of what follows in the same element
         elif part.tag == "p":
             yield indent + _inline(part)

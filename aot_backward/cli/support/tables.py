@@ -29,23 +29,24 @@ def visible(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints ``rows`` below ``header``; nothing where there are none."""
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints ``rows`` below ``header``, after an empty line; nothing where there are none."""
     cells = [[visible(str(c)) for c in row] for row in rows]
     if not cells:
         return
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markup import escape
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        grid = Table(*map(escape, header), title=escape(title), title_justify="left")
+        grid = Table(*(Column(escape(label), overflow="fold") for label in header))
         for row in cells:
             grid.add_row(*map(escape, row))
+        say("")
         Console().print(grid)
         return
     widths = [max(len(r[i]) for r in [list(header), *cells]) for i in range(len(header))]
-    say(f"\n{title}" if title else "")
+    say("")
     for row in [list(header), *cells]:
         say("  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
 

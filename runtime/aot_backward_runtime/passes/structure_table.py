@@ -36,7 +36,8 @@ class StructureTable:
         by_nodes: bool,
         slower: bool,
     ):
-        """``by_nodes``: large ones count more than once. ``slower``: also serve variants of older packages that were slower than eager."""
+        """``by_nodes``: large ones count more than once. ``slower``: also serve variants of older packages that were
+        slower than eager."""
         if type(max_structures) is not int or max_structures < 1:
             raise InputError(f"max_structures is {max_structures!r}; expected a positive int")
         self.max_structures = max_structures
