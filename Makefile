@@ -4,13 +4,15 @@
 TORCH ?=
 VENV ?= .venv$(TORCH:%=-%)
 BIN := $(VENV)/bin
+CREATED_STAMP := $(VENV)/.created
 BASE_STAMP := $(VENV)/.installed
-STAMP := $(VENV)/.native-installed
+STAMP := $(BASE_STAMP) $(VENV)/.native-installed
 DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # The first of these that is there and new enough; the packages ask for 3.11 or newer and pip refuses an older one.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(if $(shell $(p) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo y),$(p))))
 JOBS ?= $(shell nproc)
+MAKEFLAGS += -j2 # the C library is compiled while pip installs the rest
 
 C_SOURCES := $(wildcard runtime/native/*/*.[ch] runtime/native/*/*.inc)
 
@@ -164,17 +166,22 @@ lint: $(STAMP)
 
 venv: $(STAMP)
 
-# Without --no-compile pip writes the bytecode of every module of every package: a minute of processor time beside 50 s for all else.
-$(BASE_STAMP): pyproject.toml runtime/pyproject.toml constraints.txt
+# The pip of Python 3.11 takes 40 s for all packages, this one 30.
+$(CREATED_STAMP): constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer with venv: apt-get install python3 python3-venv, or make PYTHON=…" >&2; exit 1; }
 	@command -v g++ >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),@{ grep -vE '^(torch|sympy)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --upgrade pip
+	@touch $@
+
+# Without --no-compile pip writes the bytecode of every module of every package: a minute of processor time beside 50 s for all else.
+$(BASE_STAMP): $(CREATED_STAMP) pyproject.toml runtime/pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e ./runtime -e '.[test]'
 	@touch $@
 
 # The C library as a wheel, in the environment: exports are tried without PyTorch, and the tests of its Python run.
-$(STAMP): $(BASE_STAMP) runtime/native/pyproject.toml runtime/native/CMakeLists.txt $(C_SOURCES) $(wildcard runtime/native/python/*/*)
+$(VENV)/.native-installed: $(CREATED_STAMP) runtime/native/pyproject.toml runtime/native/CMakeLists.txt $(C_SOURCES) $(wildcard runtime/native/python/*/*)
 	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(CONSTRAINTS) ./runtime/native
 	@touch $@
 
