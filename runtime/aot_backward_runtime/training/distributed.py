@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
+from operator import mul
 from typing import Any
 
 import torch
@@ -14,37 +15,21 @@ import torch
 import torch.distributed as dist
 
 from ..errors import AotBackwardError, DistributedError
-from .gradient_buckets import Buckets
 from .state import TrainingState
 
 _BROADCAST = 250 << 20  # DDP's broadcast_bucket_size: bytes that a broadcast of several tensors may copy at a time
+_ALIGNMENT = 64  # bytes at whose multiples each gradient begins, as tensors of PyTorch's allocators do
 
 
 class Replicas:
     """The copies of one training state, one per process of ``group``: they start equal and make the same updates.
 
-    ``bucket_mb``, ``order``: see :class:`Buckets`. ``broadcast_buffers``: whether all ranks get the module's buffers of
-    rank 0 before a forward. All methods except ``move_gradients`` are collectives, which every process must call in the
-    same order.
+    ``broadcast_buffers``: whether all ranks get the module's buffers of rank 0 before a forward. All methods except
+    ``move_gradients`` are collectives, which every process must call in the same order.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        group: dist.ProcessGroup | None,
-        broadcast_buffers: bool,
-        bucket_mb: float | None,
-        order: Sequence[str] | None,
-    ):
-        # In the module's order, as DDP takes them
-        gradients = {n: state.gradients[n] for n in state.parameters if n in state.gradients}
-        buckets = Buckets(
-            [(n, tuple(t.shape), t.stride(), t.dtype, t.device) for n, t in gradients.items()],
-            25.0 if bucket_mb is None else bucket_mb,
-            1.0 if bucket_mb is None else bucket_mb,
-            order=order,
-        )
-        self.collectives = Collectives(buckets, group)
+    def __init__(self, state: TrainingState, group: dist.ProcessGroup | None, broadcast_buffers: bool):
+        self.collectives = Collectives(FlatGradients(state.gradients), group)
         self._state = state
         self.broadcasts_buffers = broadcast_buffers and bool(state.buffers)
         self.buffers_due = True
@@ -52,13 +37,13 @@ class Replicas:
         ``no_sync``."""
 
     def move_gradients(self) -> None:
-        """Move the state's gradients into the buckets, as views with the same values."""
-        views = self.collectives.buckets.views
+        """Move the state's gradients into the flat tensors, as views with the same values."""
+        views = self.collectives.gradients.views
         self._state.gradients = {n: views[n].copy_(t) for n, t in self._state.gradients.items()}
 
     def average(self) -> None:
         """Replace the accumulated gradients by their mean over all ranks."""
-        self.collectives.average(first=not self._state.count + self._state.skipped)
+        self.collectives.average()
         self.buffers_due = True
 
     def share_buffers(self) -> None:
@@ -72,13 +57,54 @@ class Replicas:
         self.buffers_due = True
 
 
+class FlatGradients:
+    """Gradients as parts of one flat tensor for each dtype and device, which native code writes into and processes
+    sum.
+
+    ``gradients``: tensors by name. ``views``: zeros of the same shapes and strides, by name. ``flat``: the flat
+    tensors. ``layout``: text about the gradients. Raises :class:`DistributedError` for a gradient whose elements do not
+    fill their memory, each once.
+    """
+
+    def __init__(self, gradients: Mapping[str, torch.Tensor]):
+        self.layout = [
+            f"{name}: {t.dtype} {list(t.shape)} strides {list(t.stride())}, {t.device.type}"
+            for name, t in gradients.items()
+        ]
+        self.flat: list[torch.Tensor] = []
+        self.views: dict[str, torch.Tensor] = {}
+        for dtype, device in dict.fromkeys((t.dtype, t.device) for t in gradients.values()):
+            members = {n: t for n, t in gradients.items() if (t.dtype, t.device) == (dtype, device)}
+            step = -(-_ALIGNMENT // dtype.itemsize)
+            ends = list(accumulate((-(-t.numel() // step) * step for t in members.values()), initial=0))
+            flat = torch.zeros(ends.pop(), dtype=dtype, device=device)
+            self.flat.append(flat)
+            for start, (name, t) in zip(ends, members.items(), strict=True):
+                if not _is_dense(t.shape, t.stride()):
+                    raise DistributedError(
+                        f"the gradient of {name} has shape {list(t.shape)} and strides {list(t.stride())}, which leave gaps or overlap; "
+                        f"expected elements that fill their memory: make the parameter contiguous before the export"
+                    )
+                self.views[name] = flat[start:].as_strided(t.shape, t.stride())
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    if 0 in shape:
+        return True
+    steps = sorted((step, n) for n, step in zip(shape, stride, strict=True) if n > 1)
+    return all(
+        step == expected
+        for (step, _), expected in zip(steps, accumulate((n for _, n in steps), mul, initial=1), strict=False)
+    )
+
+
 class Collectives:
     """The collectives of one training run, on the processes of ``group`` (all of them if it is None).
 
     All ranks must call each method, in the same order. Each raises :class:`DistributedError`.
     """
 
-    def __init__(self, buckets: Buckets, group: dist.ProcessGroup | None = None):
+    def __init__(self, gradients: FlatGradients, group: dist.ProcessGroup | None = None):
         if not (dist.is_available() and dist.is_initialized()):
             raise DistributedError(
                 "torch.distributed is not initialised: start the program with torchrun and call torch.distributed.init_process_group() first"
@@ -86,25 +112,24 @@ class Collectives:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise DistributedError("this process is not in the group; only its members may average over it")
-        self.buckets = buckets
+        self.gradients = gradients
         self._group = group
         self._scale = 1.0 / self.world
 
-    def average(self, first: bool = False) -> None:
-        """Replace the gradients in the buckets by their mean over all ranks. Return when this is done (on CUDA: when
-        the current stream will wait for it).
+    def average(self) -> None:
+        """Replace the gradients by their mean over all ranks. Return when this is done (on CUDA: when the current
+        stream will wait for it)."""
 
-        ``first``: sum as DDP's first iteration does, through one flat copy of all gradients. This changes bits only
-        with three or more processes, so it is done only then."""
+        def run() -> None:
+            # Scale before the sum, as DDP does: dividing afterwards gives other bits, and float16 could overflow in the
+            # sum.
+            flat = self.gradients.flat
+            works = [dist.all_reduce(t.mul_(self._scale), group=self._group, async_op=True) for t in flat]
+            for work in works:
+                work.wait()
+
         with torch.no_grad():
-            if not first or self.world < 3:
-                self._sum(self.buckets.flat)
-                return
-            flat = [torch.cat(members) for members in self.buckets.in_order]
-            self._sum(flat)
-            for bucket, members in zip(flat, self.buckets.in_order, strict=True):
-                for part, member in zip(bucket.split([m.numel() for m in members]), members, strict=True):
-                    member.copy_(part)
+            self._run("averaging gradients", run)
 
     def share(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy the values of ``tensors`` from rank ``source``: parameters once, buffers before each forward as DDP's
@@ -119,9 +144,8 @@ class Collectives:
                     self._broadcast(chunk, source)
 
     def check_same(self, text: str) -> None:
-        """Raise, on every rank, if ``text`` (such as the package's digest) or the layout of the buckets differs from
-        rank 0's."""
-        lines = [*text.splitlines(), *self.buckets.layout]
+        """Raise, on every rank, if ``text`` (such as the package's digest) or the gradients differ from rank 0's."""
+        lines = [*text.splitlines(), *self.gradients.layout]
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self._device())
         digests = [torch.empty_like(own) for _ in range(self.world)]
@@ -176,17 +200,7 @@ class Collectives:
 
     def _device(self) -> torch.device:
         """Return a device that the group's backend can take tensors on: that of the gradients."""
-        return self.buckets.flat[0].device if self.buckets.flat else torch.device("cpu")
-
-    def _sum(self, flat: Iterable[torch.Tensor]) -> None:
-        def run() -> None:
-            # Scale before the sum, as DDP does: dividing afterwards gives other bits, and float16 could overflow in the
-            # sum.
-            works = [dist.all_reduce(bucket.mul_(self._scale), group=self._group, async_op=True) for bucket in flat]
-            for work in works:
-                work.wait()
-
-        self._run("averaging gradients", run)
+        return self.gradients.flat[0].device if self.gradients.flat else torch.device("cpu")
 
     def _broadcast(self, chunk: Sequence[torch.Tensor], source: int) -> None:
         chunk = sorted(chunk, key=lambda t: -t.itemsize)  # so that each begins at a multiple of its elements' size

@@ -594,8 +594,6 @@ class LoadedStep(torch.optim.Optimizer):
         group: Any = None,
         *,
         broadcast_buffers: bool = True,
-        bucket_mb: float | None = None,
-        order: Sequence[str] | None = None,
     ) -> LoadedStep:
         """Average gradients over processes before each later update, as ``DistributedDataParallel`` does. All start
         from the state of rank 0.
@@ -607,11 +605,6 @@ class LoadedStep(torch.optim.Optimizer):
             group: The process group; by default all processes.
             broadcast_buffers: Whether all ranks get the buffers of rank 0 (BatchNorm's statistics) before a forward,
                 unless the previous call had no update.
-            bucket_mb: The size of the buckets in MiB, as DDP's ``bucket_cap_mb``; by default 25, and 1 for the first,
-                as in DDP.
-            order: The parameters' names in the order in which their gradients arrive in eager, if that is not last
-                parameter first. With three or more processes the last bit of a sum depends on it; it has no other
-                effect.
 
         Returns:
             The step itself.
@@ -627,12 +620,10 @@ class LoadedStep(torch.optim.Optimizer):
                 f"entry {self._entry.name!r} was exported for one process: export it with distributed=True"
             )
         if self._replicas is not None:
-            raise InputError(
-                "this step is already distributed; load the package again for other processes or other buckets"
-            )
+            raise InputError("this step is already distributed; load the package again for other processes")
         with self._lock:
             state = self._state
-            replicas = Replicas(state, group, broadcast_buffers, bucket_mb, order)
+            replicas = Replicas(state, group, broadcast_buffers)
             replicas.collectives.check_same(f"package {self._digest}, entry {self._entry.name}")
             replicas.move_gradients()
             for gradient in state.spec.gradients:
