@@ -21,7 +21,7 @@ from aot_backward_runtime.loader import Package
 from aot_backward_runtime.native.pytree import unflatten
 from aot_backward_runtime.native.weights import load_examples
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import Key, admission, signature_beside
+from aot_backward_runtime.package.signatures import Key, admission, signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
 from ..capture import preserve
@@ -95,7 +95,7 @@ def verify_package(
     """
     progress = progress or silent
     progress("digests", 0, 1)
-    archive = open_package(path, admit=admission(None, key))
+    archive = open_package(path, admit=admission(key))
     archive.verify_digests()
     progress("digests", 1, 1)
     members = archive.members()

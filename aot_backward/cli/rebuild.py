@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from .support.failures import EXIT_CODES, debug_option
-from .support.options import import_option, signature_options
+from .support.options import import_option, key_option
 from .support.progress import shown
-
-if TYPE_CHECKING:
-    from aot_backward_runtime.package.signature_policy import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -33,9 +29,9 @@ if TYPE_CHECKING:
     "with commas between them; by default those of IN.pt2.",
 )
 @import_option
-@signature_options
+@key_option
 @debug_option
-def rebuild(package: Path, output: Path, target: str, signature: Policy | None, key: Path | None) -> None:
+def rebuild(package: Path, output: Path, target: str, key: Path | None) -> None:
     """Compile the graphs in IN.pt2 again, for this torch or other processors. The model's source is not needed.
 
     Each is compared with PyTorch's own operators and with the numbers that were stored when IN.pt2 was exported, before
@@ -47,7 +43,7 @@ def rebuild(package: Path, output: Path, target: str, signature: Policy | None, 
     from ..packaging.rebuild import rebuild as rebuild_package
 
     with shown() as progress:
-        rebuild_package(package, output, target=target, progress=progress, signature=signature, key=key)
+        rebuild_package(package, output, target=target, progress=progress, key=key)
     if narrowed := open_package(output).manifest.notes.get(NARROWED):
         click.echo(f"{NARROWED}: {narrowed}", err=True)
     click.echo(f"wrote {output} ({output.stat().st_size / 1e6:.2f} MB)")

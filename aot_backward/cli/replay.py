@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from .support.failures import EXIT_CODES, ScriptInterrupted, debug_option
-from .support.options import import_option, signature_options
+from .support.options import import_option, key_option
 from .support.script import Script, run_script, script_options
 from .support.tables import say
-
-if TYPE_CHECKING:
-    from aot_backward_runtime.package.signature_policy import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
     "--json", "as_json", is_flag=True, help="The report as JSON, on standard error: standard output is the script's."
 )
 @import_option
-@signature_options
+@key_option
 @debug_option
 @click.argument("package", type=click.Path(path_type=Path), metavar="BW.pt2")
 @script_options
@@ -38,7 +34,6 @@ def replay(
     as_json: bool,
     package: Path,
     script: Script,
-    signature: Policy | None,
     key: Path | None,
     max_structures: int | None,
 ) -> None:
@@ -57,7 +52,6 @@ def replay(
         entry=entry,
         strict=strict,
         optimizer=not no_optimizer,
-        signature=signature,
         key=key,
         max_structures=max_structures or MAX_STRUCTURES,
     )

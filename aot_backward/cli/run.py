@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from .support.failures import EXIT_CODES, debug_option
-from .support.options import import_option, signature_options
+from .support.options import import_option, key_option
 from .support.tables import say
-
-if TYPE_CHECKING:
-    from aot_backward_runtime.package.signature_policy import Policy
 
 
 @click.command(epilog=EXIT_CODES)
@@ -41,7 +37,7 @@ if TYPE_CHECKING:
     help="The GPU, such as cuda:1, if the package is for GPUs. By default, the current one.",
 )
 @import_option
-@signature_options
+@key_option
 @debug_option
 def run(
     package: Path,
@@ -50,7 +46,6 @@ def run(
     entry: str | None,
     mode: str | None,
     device: str | None,
-    signature: Policy | None,
     key: Path | None,
 ) -> None:
     """Call one entry of OUT.pt2 once.
@@ -63,6 +58,6 @@ def run(
     from ..commands.run_entry import call_entry
     from ..tensor_file import read_tensors, write_tensors
 
-    results = call_entry(load(package, device=device, signature=signature, key=key), entry, mode, read_tensors(inputs))
+    results = call_entry(load(package, device=device, key=key), entry, mode, read_tensors(inputs))
     write_tensors(outputs, results)
     say(f"wrote {outputs}: {', '.join(results)}")

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .support.failures import EXIT_CODES, INTERRUPTED, debug_option
-from .support.options import import_option, signature_options
+from .support.options import import_option, key_option
 
 if TYPE_CHECKING:
-    from aot_backward_runtime.package.signature_policy import Policy
-
     from ..commands.train_entry import EpochReport
 
 _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
@@ -71,7 +69,7 @@ _SHOWN_EVERY = 0.1  # seconds; drawing a bar takes as long as a small step
 )
 @click.option("--cudagraphs", is_flag=True, help="Replay steps as CUDA graphs, if the package is for GPUs.")
 @import_option
-@signature_options
+@key_option
 @debug_option
 @click.pass_context
 def train(
@@ -87,7 +85,6 @@ def train(
     as_json: bool,
     device: str | None,
     cudagraphs: bool,
-    signature: Policy | None,
     key: Path | None,
 ) -> None:
     """Train with the step of OUT.pt2 on the samples in DATA.safetensors: no tracing, no compiler.
@@ -129,7 +126,6 @@ def train(
             callbacks=callbacks,
             device=device,
             cudagraphs=cudagraphs,
-            signature=signature,
             key=key,
         )
     if result.signal:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("package", type=click.Path(path_type=Path), metavar="OUT.pt2")
 @click.option("--run/--no-run", default=True, help="Compare digests only, and open no native code.")
 @import_option
-@key_option("The public key that OUT.pt2 must be signed by.")
+@key_option
 @click.option(
     "--json", "as_json", is_flag=True, help="One JSON object on standard output, also when something is wrong."
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from aot_backward_runtime.errors import SignatureError
 from aot_backward_runtime.format.atomic_file import replacing
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import SUFFIX, Key, read_key, signing_library
+from aot_backward_runtime.package.signatures import SUFFIX, Key, read_key, signing_library
 
 
 def sign(

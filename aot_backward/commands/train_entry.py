@@ -22,7 +22,7 @@ import torch
 
 from aot_backward_runtime import InputError, Package, StateError, load
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import Key, Policy, admission
+from aot_backward_runtime.package.signatures import Key, admission
 from aot_backward_runtime.training.step import LoadedStep
 
 from .train_samples import Batches, Samples, cut_batches, mixed_seed, read_samples
@@ -79,7 +79,6 @@ def train(
     callbacks: Callbacks | None = None,
     device: str | None = None,
     cudagraphs: bool = False,
-    signature: Policy | None = None,
     key: Key | None = None,
 ) -> TrainingResult:
     """Train a ``step`` entry of ``package`` (the only one if ``entry`` is None) on the samples of ``data`` until
@@ -90,7 +89,7 @@ def train(
     :data:`.train_samples.BATCH` if that is dynamic. Samples left over at the end of an epoch are a smaller batch if the
     package takes one; otherwise that epoch skips them. ``save``: the state, written after each epoch and on SIGINT and
     SIGTERM, which end the training early, after the step under way. ``resume``: continue from ``save``; refused with
-    other data, another seed or another batch size. ``device``, ``cudagraphs``, ``signature`` and ``key``: see
+    other data, another seed or another batch size. ``device``, ``cudagraphs`` and ``key``: see
     :func:`aot_backward_runtime.load`; samples are moved to the device batch by batch.
 
     If ``WORLD_SIZE`` is above 1 (``torchrun``), each process takes ``batch_size`` samples of every batch, and gradients
@@ -100,9 +99,9 @@ def train(
     save = Path(save)
     if not resume and save.exists():
         raise StateError(f"{save} already exists: resume from it, or save to another file")
-    if device is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _on_gpu(package, signature, key):
+    if device is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _on_gpu(package, key):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    loaded_package = load(package, device=device, cudagraphs=cudagraphs, signature=signature, key=key)
+    loaded_package = load(package, device=device, cudagraphs=cudagraphs, key=key)
     name = _step_entry(loaded_package, entry)
     spec = loaded_package.manifest.entries[name]
     mode = "train" if any(v.mode == "train" for v in spec.variants) else "eval"
@@ -173,8 +172,8 @@ def _train(
     return TrainingResult(epoch, 0, 0, batches.rank)
 
 
-def _on_gpu(package: str | os.PathLike[str], signature: Policy | None, key: Key | None) -> bool:
-    return open_package(Path(package), admit=admission(signature, key)).manifest.target.device == "cuda"
+def _on_gpu(package: str | os.PathLike[str], key: Key | None) -> bool:
+    return open_package(Path(package), admit=admission(key)).manifest.target.device == "cuda"
 
 
 def _step_entry(package: Package, entry: str | None) -> str:

@@ -28,7 +28,7 @@ from aot_backward_runtime.native.plan import ROLES
 from aot_backward_runtime.native.weights import load_examples
 from aot_backward_runtime.operators import check_registered
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import Key, Policy, admission
+from aot_backward_runtime.package.signatures import Key, admission
 from aot_backward_runtime.package.targets import seen_as, targets_of
 
 from ..checks import graph_check
@@ -49,7 +49,6 @@ def rebuild(
     with_graphs: bool = True,
     captured_for: str = "",
     progress: Progress | None = None,
-    signature: Policy | None = None,
     key: Key | None = None,
 ) -> Path:
     """Compile every graph of a package with this torch, compare with the stored results, and write a package.
@@ -63,7 +62,6 @@ def rebuild(
         with_graphs: Whether to write the portable graphs too.
         captured_for: The device whose autocast the graphs follow, if it differs from the target of ``source``.
         progress: A function that is called as ``progress(stage, done, total)``.
-        signature: Checks ``source``, as in :func:`aot_backward_runtime.load`.
         key: Checks ``source``, as in :func:`aot_backward_runtime.load`.
 
     Returns:
@@ -83,7 +81,7 @@ def rebuild(
     names = targets.parsed(target) if target else ()
     if target:
         check_target(target)
-    archive = open_package(source, admit=admission(signature, key))
+    archive = open_package(source, admit=admission(key))
     archive.verify_digests()
     check_registered(archive.manifest, source, recorded_too=True)
     names = names or targets.parsed(",".join(_target_name(t) for t in targets_of(archive.manifest)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from aot_backward_runtime.format.manifest import Target, Verdict
 from aot_backward_runtime.format.manifest_json import SEALED_SINCE
 from aot_backward_runtime.package.archive import Archive
-from aot_backward_runtime.package.signature_policy import signature_beside
+from aot_backward_runtime.package.signatures import signature_beside
 from aot_backward_runtime.package.targets import targets_of
 
 from .blocks import bytes_shown, facts, section, table

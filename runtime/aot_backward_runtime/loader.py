@@ -28,7 +28,7 @@ from .native.plan import ROLES
 from .native.weights import all_weights
 from .operators import check_registered, import_modules
 from .package.archive import Archive, open_package
-from .package.signature_policy import Key, Policy, admission
+from .package.signatures import Key, admission
 from .training.step import LoadedStep
 
 Loaded = LoadedModule | LoadedFunction | LoadedGrad | LoadedStep
@@ -284,7 +284,6 @@ def load(
     cudagraphs: bool = False,
     target: str | None = None,
     imports: Sequence[str] = (),
-    signature: Policy | None = None,
     key: Key | None = None,
     mmap: bool = False,
 ) -> Package:
@@ -305,14 +304,12 @@ def load(
             supports.
         imports: Names of modules to import first, such as modules that register operators of the package. Nothing else
             is imported, whatever the package says.
-        signature: "require" (the default with a key) demands that the signature in ``PATH.sig`` is by the owner of
-            ``key``; "if-present" demands it only if there is one; "off" (the default without a key) ignores it. It is
-            checked before anything in the package is used, and only the checked bytes are used.
-        key: The PEM file with the public key.
+        key: The PEM file with a public key: the signature in ``PATH.sig`` must be by its owner. It is checked before
+            anything in the package is used, and only the checked bytes are used. Without a key, signatures are ignored.
         mmap: Whether to map the weights from the file: pages load on first access, and processes that only read share
             them. Then do not write to the file in place while the package is in use (calls would give wrong numbers, or
-            end the process by a signal); renaming a new file over it does no harm. Weights are read, not mapped, if a
-            signature is required.
+            end the process by a signal); renaming a new file over it does no harm. Weights are read, not mapped, with a
+            ``key``.
 
     Returns:
         The package.
@@ -334,9 +331,9 @@ def load(
     imports = imports if isinstance(imports, str) else tuple(imports)  # import_modules refuses a string
     options = {
         "weights": weights, "types": types, "device": device, "cudagraphs": cudagraphs, "target": target, "imports": imports,
-        "signature": signature, "key": key, "mmap": mmap,
+        "key": key, "mmap": mmap,
     }  # fmt: skip
-    archive = open_package(Path(path), admit=admission(signature, key))
+    archive = open_package(Path(path), admit=admission(key))
     requested_device = _device(device)
     archive.choose(choose(archive.manifest, target, requested_device, path))
     manifest = archive.manifest

@@ -1,5 +1,5 @@
-"""Signatures (docs/reliability.md, row 39). A package that does not meet the policy is refused before any use, and only
-the signed bytes are used."""
+"""Signatures (docs/reliability.md, row 39). With a key, a package without its signature is refused before any use, and
+only the signed bytes are used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from aot_backward_runtime.format.manifest_json import sealed
 from aot_backward_runtime.format.zip_directory import read_at
 from aot_backward_runtime.native.weights import load_weights
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import admission
+from aot_backward_runtime.package.signatures import admission
 
 from ..commands.test_cli import called, fails
 from ..support.packages import LIBRARY, MANIFEST, WEIGHTS, python, taken_apart, tiny_weights, write_tiny
@@ -121,9 +121,9 @@ def outcome(loaded: aot_backward_runtime.Package) -> float:
         return float(loaded.module("net")({"x": torch.ones(2, 4), "weight": torch.ones(2, 1)})["out"][0, 0])
 
 
-def refused(path: Path, key: Path, *words: str, signature: Any = "require") -> str:
+def refused(path: Path, key: Path, *words: str) -> str:
     with pytest.raises(SignatureError) as caught:
-        load_package(path, signature=signature, key=key)
+        load_package(path, key=key)
     text = str(caught.value)
     assert "\n" not in text and len(text) < 700, text
     for word in (str(path), *words):
@@ -135,8 +135,7 @@ def test_a_signed_package_is_loaded_and_right(package: Path, keys: Path, own: Pa
     path = tmp_path / "small.pt2"
     path.write_bytes(package.read_bytes())
     assert ab.sign(path, key=str(keys / "own.pem")) == tmp_path / "small.pt2.sig"
-    for options in ({}, {"signature": "require"}, {"signature": "if-present"}):
-        assert outcome(ab.load(path, key=own, **options)) == outcome(load_package(package))  # type: ignore[arg-type]
+    assert outcome(ab.load(path, key=own)) == outcome(load_package(package))
     model = load_package(path, key=str(own)).module("net")
     with torch.no_grad():
         model.layer.weight.fill_(9.0)  # a copy: the file does not change
@@ -146,17 +145,9 @@ def test_a_signed_package_is_loaded_and_right(package: Path, keys: Path, own: Pa
 def test_a_package_that_is_not_signed(tiny: Path, own: Path) -> None:
     tiny.with_name("tiny.pt2.sig").unlink()
     refused(tiny, own, "is not signed", "tiny.pt2.sig", str(own), "aot-backward sign")
-    with pytest.raises(SignatureError, match="is not signed"):
-        load_package(tiny, key=own)  # a key alone means "require"
-    load_package(tiny, signature="if-present", key=own)
-    load_package(tiny, signature="off")
     load_package(tiny)
-
-
-def test_what_off_means(tiny: Path) -> None:
     tiny.with_name("tiny.pt2.sig").write_text("not even JSON")
     load_package(tiny)
-    load_package(tiny, signature="off")
 
 
 def bundle(tiny: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -188,8 +179,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_spoilt_signature(how: str, tiny: Path, own: Path) -> None:
     change, words = SPOILT[how]
     tiny.with_name("tiny.pt2.sig").write_bytes(bundle(tiny, change))
-    for policy in ("require", "if-present"):
-        refused(tiny, own, "tiny.pt2.sig", words, "sign", signature=policy)
+    refused(tiny, own, "tiny.pt2.sig", words, "sign")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +194,6 @@ def test_a_spoilt_signature(how: str, tiny: Path, own: Path) -> None:
 def test_a_file_that_is_no_signature(content: bytes, words: str, tiny: Path, own: Path) -> None:
     tiny.with_name("tiny.pt2.sig").write_bytes(content)
     refused(tiny, own, "tiny.pt2.sig", words)
-    refused(tiny, own, "tiny.pt2.sig", words, signature="if-present")
 
 
 def test_what_lies_in_the_place_of_a_signature(tiny: Path, own: Path) -> None:
@@ -212,25 +201,25 @@ def test_what_lies_in_the_place_of_a_signature(tiny: Path, own: Path) -> None:
     place = tiny.with_name("tiny.pt2.sig")
     place.unlink()
     place.mkdir()
-    refused(tiny, own, "is a folder", signature="if-present")
+    refused(tiny, own, "is a folder")
     place.rmdir()
     os.mkfifo(place)
-    refused(tiny, own, "is not a plain file", signature="if-present")
+    refused(tiny, own, "is not a plain file")
     place.unlink()
     place.symlink_to("nowhere")
-    refused(tiny, own, "cannot be read: No such file", signature="if-present")
+    refused(tiny, own, "cannot be read: No such file")
     place.unlink()
     place.symlink_to("/dev/zero")
-    refused(tiny, own, "is not a plain file", signature="if-present")
+    refused(tiny, own, "is not a plain file")
     place.unlink()
     with place.open("wb") as file:
         file.truncate(1 << 30)
-    refused(tiny, own, "has 1073741824 bytes", signature="if-present")
+    refused(tiny, own, "has 1073741824 bytes")
 
 
 def test_a_signature_by_another_key(tiny: Path, keys: Path, own: Path) -> None:
     found = [hashlib.sha256((keys / f"{n}.pub").read_bytes()).hexdigest() for n in ("own", "other")]
-    refused(tiny, keys / "other.pub", "is by another key", *found, signature="if-present")
+    refused(tiny, keys / "other.pub", "is by another key", *found)
     ab.sign(tiny, key=keys / "other.pem")
     refused(tiny, own, "is by another key")
     # a forged one that claims to be by the requested key
@@ -261,7 +250,7 @@ def test_one_bit_changed_after_signing_and_signed_again(tiny: Path, keys: Path, 
         tiny.write_bytes(changed)
         refused(tiny, own, "is good, but for other bytes")
     write_tiny(tiny, {"bias": torch.zeros(3)})
-    refused(tiny, own, "is good, but for other bytes", signature="if-present")
+    refused(tiny, own, "is good, but for other bytes")
     ab.sign(tiny, key=keys / "own.pem")
     load_package(tiny, key=own)
 
@@ -339,23 +328,16 @@ BAD_KEYS = {
 
 @pytest.mark.parametrize("name", BAD_KEYS)
 def test_a_key_that_is_none(name: str, tiny: Path, keys: Path) -> None:
-    for policy in ("require", "if-present"):
-        with pytest.raises(SignatureError) as caught:
-            load_package(tiny, signature=policy, key=keys / name)  # type: ignore[arg-type]
-        assert str(keys / name) in str(caught.value) and BAD_KEYS[name] in str(caught.value)
+    with pytest.raises(SignatureError) as caught:
+        load_package(tiny, key=keys / name)
+    assert str(keys / name) in str(caught.value) and BAD_KEYS[name] in str(caught.value)
 
 
-def test_a_policy_that_says_nothing_or_too_much(tiny: Path, own: Path) -> None:
-    def says(words: str, **options: Any) -> None:
+def test_what_is_not_the_path_of_a_key(tiny: Path, own: Path) -> None:
+    def says(words: str, key: Any) -> None:
         with pytest.raises(SignatureError, match=words):
-            load_package(tiny, **options)
+            load_package(tiny, key=key)
 
-    says("signature='require' needs the public key to check with: key='public.pem'", signature="require")
-    says("signature='if-present' needs the public key", signature="if-present")
-    says("signature='off' would ignore the key", signature="off", key=own)
-    says("signature='required' is unknown: it is 'require', 'if-present' or 'off'", signature="required", key=own)
-    says("signature=True is unknown", signature=True, key=own)
-    says("signature=False is unknown", signature=False)
     says("a key is the path of a PEM file, not int", key=3)
     says("a key is the path of a PEM file, not its content", key=own.read_text())
     says("embedded null byte", key="a\0b")
@@ -379,7 +361,7 @@ sys.modules[{missing!r}] = None
 import aot_backward_runtime, aot_backward
 aot_backward_runtime.load(sys.argv[1])
 for call in (lambda: aot_backward_runtime.load(sys.argv[1], key=sys.argv[2] + ".pub"),
-             lambda: aot_backward_runtime.load(sys.argv[1], signature="if-present", key=sys.argv[2] + ".pub"),
+             lambda: aot_backward_runtime.load(sys.argv[1], key=sys.argv[2] + ".pub"),
              lambda: aot_backward.sign(sys.argv[1], key=sys.argv[2] + ".pem")):
     try:
         call()
@@ -400,7 +382,7 @@ def test_what_was_signed_is_loaded_whatever_the_path_leads_to(
     evil.write_bytes(twins[1])
     assert outcome(load_package(evil)) == 1  # tanh(36)
     ab.sign(path, key=keys / "own.pem")
-    admit = admission("require", own)
+    admit = admission(own)
     assert admit is not None
 
     def replacing(admitted: Path, digest: str) -> None:
@@ -420,7 +402,7 @@ def test_what_was_signed_is_loaded_whatever_is_written_over_it(
     path = tmp_path / "small.pt2"
     path.write_bytes(twins[0])
     ab.sign(path, key=keys / "own.pem")
-    admit = admission("require", own)
+    admit = admission(own)
     assert admit is not None
 
     def overwriting(data: bytes) -> None:
@@ -601,28 +583,24 @@ def test_commands_that_load_a_package(command: str, tiny: Path, keys: Path, own:
         return called(command.split()[0], *options, tiny, *rest)
 
     fails(tried("--key", keys / "other.pub"), 1, "is by another key")
-    fails(tried("--signature", "require"), 2, "--signature require needs --key PUBLIC.pem")
-    fails(tried("--signature", "if-present"), 2, "needs --key")
-    fails(tried("--signature", "off", "--key", own), 2, "--signature off would ignore --key")
-    fails(tried("--signature", "never"), 2, "'never' is not one of 'require', 'if-present', 'off'")
     after = fails(tried("--key", own), 1)  # the package has no entries
     assert "sign" not in after.replace("signatures", ""), after
     tiny.with_name("tiny.pt2.sig").unlink()
     fails(tried("--key", own), 1, "is not signed")
-    assert fails(tried("--key", own, "--signature", "if-present"), 1) == after == fails(tried(), 1)
+    assert fails(tried(), 1) == after
 
 
-def test_replay_takes_a_policy(tiny: Path, keys: Path) -> None:
+def test_replay_takes_a_key(tiny: Path, keys: Path) -> None:
     for door in (aot_backward_runtime.replay, ab.replay):
         with pytest.raises(SignatureError, match="is by another key"):
             door(tiny, key=keys / "other.pub")
         with pytest.raises(AotBackwardError, match="expected a replay entry, got "):
-            door(tiny, signature="if-present", key=keys / "own.pub")
+            door(tiny, key=keys / "own.pub")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python 3.12 warns about forks of threaded processes
 def test_a_forked_child_has_its_own_weights(tiny: Path, own: Path) -> None:
-    weights = load_weights(open_package(tiny, admit=admission(None, own)))
+    weights = load_weights(open_package(tiny, admit=admission(own)))
     child = os.fork()
     if not child:
         weights["weight"].fill_(9.0)

@@ -22,8 +22,8 @@ from aot_backward_runtime.format.manifest_json import from_json, to_json
 from aot_backward_runtime.package.references import check_references
 from aot_backward_runtime.package.validate import check_members
 from aot_backward_runtime.package.archive import open_package
-from aot_backward_runtime.package.signature_policy import admission
-archive = open_package(sys.argv[1], admit=admission("off", None))
+from aot_backward_runtime.package.signatures import admission
+archive = open_package(sys.argv[1], admit=admission(None))
 archive.verify_digests()
 assert from_json(to_json(archive.manifest)) == archive.manifest
 for name in archive.manifest.libraries:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def describe(archive: Archive) -> dict[str, Any]:
     """The object that ``inspect --json`` prints."""
     from aot_backward_runtime.format.manifest_json import SEALED_SINCE
-    from aot_backward_runtime.package.signature_policy import signature_beside
+    from aot_backward_runtime.package.signatures import signature_beside
     from aot_backward_runtime.package.targets import standalone_by_target, targets_of
 
     manifest, members, signature = archive.manifest, archive.members(), signature_beside(archive.path)

@@ -223,7 +223,7 @@ def open_package(path: str | os.PathLike[str], *, admit: Admit | None = None) ->
     """Open a package and check its structure and manifest. Digests of members are checked when they are read.
 
     ``admit``: must accept its bytes before its manifest is parsed
-    (:func:`aot_backward_runtime.package.signature_policy.admission`). Raise :class:`PackageError` with the path and the
+    (:func:`aot_backward_runtime.package.signatures.admission`). Raise :class:`PackageError` with the path and the
     member."""
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Signatures by the OpenSSF model-signing library and its cryptography. Only :func:`.signature_policy.signing_library`
+"""Signatures by the OpenSSF model-signing library and its cryptography. Only :func:`.signatures.signing_library`
 imports this module.
 
 A signature has the library's format: a Sigstore bundle (JSON) around an in-toto statement that names one resource,

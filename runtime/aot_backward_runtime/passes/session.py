@@ -22,7 +22,7 @@ from ..errors import AotBackwardError, InputError, MissError
 from ..loader import Package, load
 from ..operators import describe_missing_operators, unregistered
 from ..optimizer_steps import interception
-from ..package.signature_policy import Key, Policy
+from ..package.signatures import Key
 from ..tapes.interpreter import Run
 from ..tapes.node_order import eager_order
 from ..tapes.recorder import Recorded, Recorder, Refused
@@ -304,7 +304,6 @@ def replay(
     entry: str | None = None,
     strict: bool = False,
     imports: Sequence[str] = (),
-    signature: Policy | None = None,
     key: Key | None = None,
     max_structures: int = MAX_STRUCTURES,
     optimizer: bool = True,
@@ -323,7 +322,6 @@ def replay(
         entry: The name of the ``replay`` entry; a sole one needs none.
         strict: Whether a pass that the package does not hold raises :class:`MissError`. Every pass is checked then.
         imports: As for :func:`load`.
-        signature: As for :func:`load`.
         key: As for :func:`load`.
         max_structures: The number of structures that the package does not hold after which new ones run in eager. It
             bounds time and memory for a script that keeps changing its structure. Bound structures are still served.
@@ -344,7 +342,7 @@ def replay(
         >>> replaying.report.passes
         1
     """
-    package = load(path, imports=imports, signature=signature, key=key)
+    package = load(path, imports=imports, key=key)
     return Replaying(package, entry, strict=strict, max_structures=max_structures, optimizer=optimizer)
 
 

@@ -1,4 +1,4 @@
-"""The policy on signatures of packages. A signature is a file next to the package, over all of its bytes
+"""Signatures of packages. A signature is a file next to the package, over all of its bytes
 (``docs/signatures.md``).
 
 The signing library is imported only if signatures are checked.
@@ -11,7 +11,7 @@ import stat
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from ..errors import SignatureError
 from .archive import Admit
@@ -19,33 +19,22 @@ from .archive import Admit
 if TYPE_CHECKING:
     from .model_signing import PublicKey
 
-Policy = Literal["require", "if-present", "off"]
 Key = str | os.PathLike[str]
 SUFFIX = ".sig"
 LARGEST = 1 << 20  # bytes of a signature or a key; they usually have about 2,000 and 200
 
 
-def admission(signature: Policy | None, key: Key | None) -> Admit | None:
+def admission(key: Key | None) -> Admit | None:
     """Return the check for :func:`~aot_backward_runtime.package.archive.open_package` to call before it reads a
-    package, or None.
+    package: its signature must be by the owner of ``key``. None without a key.
 
     Read the key and import the library at once, so that a missing one is an error even without a signature to check."""
-    if signature is None:
-        signature = "off" if key is None else "require"
-    if signature not in get_args(Policy):
-        raise SignatureError(f"signature={signature!r} is unknown: it is 'require', 'if-present' or 'off'")
-    if signature == "off":
-        if key is not None:
-            raise SignatureError(
-                f"signature='off' would ignore the key {key}: omit the key, or pass 'require' or 'if-present'"
-            )
-        return None
     if key is None:
-        raise SignatureError(f"signature={signature!r} needs the public key to check with: key='public.pem'")
+        return None
     data = read_key(key)
     library = signing_library()
     try:
-        return partial(_admit, signature, library.public_key(data), key)
+        return partial(_admit, library.public_key(data), key)
     except ValueError as error:
         raise SignatureError(f"cannot check signatures with {key}: {error}") from error
 
@@ -91,11 +80,9 @@ def read_key(path: Key) -> bytes:
     return data
 
 
-def _admit(policy: Policy, public: PublicKey, key: Key, path: Path, digest: str) -> None:
+def _admit(public: PublicKey, key: Key, path: Path, digest: str) -> None:
     file = signature_beside(path)
     if file is None:
-        if policy == "if-present":
-            return
         raise SignatureError(
             f"{path} is not signed, and a signature by {key} is required: expected one in {path.name}{SUFFIX} next to it; get it from the "
             f"package's author, or make it: aot-backward sign {path} --key private.pem"
