@@ -174,7 +174,7 @@ def record(
     compiled pass is compared with the recorded values. If it differs or cannot be traced, it is left out, with the
     reason in ``skipped``. Recording needs memory for two passes of each structure.
 
-    The most expensive structures are compiled first. Compiled code that is not faster than eager by 10 % and 40 µs a
+    The most expensive structures are compiled first. Compiled code that is not faster than eager by 10 % and 80 µs a
     pass is left out and listed in ``slower``. A ``KeyboardInterrupt`` ends the block like a finished script. While
     structures are compiled, it ends the compilation: finished ones are in the package. Nothing is written if the block
     ends by another exception.
