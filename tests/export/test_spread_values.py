@@ -49,8 +49,10 @@ def imported(package: Path, folder: Path) -> set[str]:
     return {line.split()[-1].partition("@")[0] for text in listed for line in text.splitlines()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("program", [envelope, expanded, looked_up, rotary])
+@pytest.mark.parametrize(
+    ("program", "dtype"),
+    [(envelope, torch.float32), (expanded, torch.float64), (looked_up, torch.float64), (rotary, torch.float32)],
+)
 def test_functions_of_rows_are_computed_in_vectors(
     program: Callable[..., Tensor], dtype: torch.dtype, tmp_path: Path
 ) -> None:
