@@ -436,13 +436,18 @@ def gathered(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
 def test_an_index_out_of_range_at_another_size_is_no_fault(tmp_path: Path) -> None:
     """The check tries sizes that do not fit the program's values, and operators raise errors other than
     RuntimeError."""
-    path = tmp_path / "gathered.pt2"
+    path, targets = tmp_path / "gathered.pt2", ("cpu:sse4", "cpu:avx2")
     two = ({0: Dim("rows", min=2)}, {0: Dim("indices", min=2)})
-    ab.export_grad(gathered, (torch.randn(6, 4), torch.arange(5, -1, -1)), wrt=("x",), dynamic_shapes=two, path=path)
-    ab.rebuild(path, path)
-    assert open_package(path).manifest.entries
-    x, i = torch.randn(3, 4), torch.tensor([2, 0])
-    torch.testing.assert_close(load(path).grad()(x, i)[0], gathered(x, i))
+    variant = ab.Variant((torch.randn(6, 4), torch.arange(5, -1, -1)), dynamic_shapes=two)
+    ab.export(path, {"gathered": ab.Grad(gathered, [variant], wrt="x")}, target="cpu:avx2,cpu:sse4")
+    ab.rebuild(path, path, target=",".join(targets))
+    (variant,) = open_package(path).manifest.entries["gathered"].variants
+    assert [v.status for v in (variant.verdict, *variant.verdicts)] == ["verified"] * 2
+    x, i = torch.randn(3, 4, requires_grad=True), torch.tensor([2, 0])
+    expected = gathered(x, i)
+    for target in targets:
+        value, gradient = load(path, target=target).grad()(x.detach(), i)
+        torch.testing.assert_close((value, gradient), (expected.detach(), torch.autograd.grad(gathered(x, i), x)[0]))
 
 
 def test_a_mask_that_rounding_decides(tmp_path: Path) -> None:
