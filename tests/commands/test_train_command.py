@@ -3,6 +3,7 @@ same bits."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -39,8 +40,9 @@ def package() -> Path:
 
 @pytest.fixture
 def static() -> Path:
-    """Return a step that takes batches of 8."""
-    return exports.shared("training-static", lambda path: ab.export(path, {"step": cli_program.static()}))
+    """Return a step that takes batches of 8, for one process."""
+    step = dataclasses.replace(cli_program.static(), distributed=False)
+    return exports.shared("training-static", lambda path: ab.export(path, {"step": step}))
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_a_sole_step_is_called_step(tmp_path: Path) -> None:
     assert load(path).entries == {"step": "step"}
 
 
-def test_inspect_a_step(package: Path, static: Path) -> None:
+def test_inspect_a_step(package: Path) -> None:
     done = called("inspect", package)
     assert done.exit_code == 0 and done.stderr == ""
     for words in (
@@ -418,10 +420,11 @@ def test_the_test_above_can_fail(package: Path, data: Path, tmp_path: Path) -> N
 # several processes
 
 
-def test_two_processes_take_their_shares(static: Path, tmp_path: Path) -> None:
+def test_two_processes_take_their_shares(tmp_path: Path) -> None:
     """Each batch is all 16 samples, 8 per process. The order then does not matter, and the result equals eager's
     gradient descent."""
     given = samples(tmp_path / "data.safetensors", 17)
+    static = ab.export(tmp_path / "step.pt2", {"step": cli_program.static()})
     said = torchrun(static, given, tmp_path / "whole", "--epochs", 4)
     assert [json.loads(line)["samples"] for line in said.stdout.splitlines() if line.startswith("{")] == [16] * 4
     assert said.stderr.count("1 of 17 samples") == 1 and "cannot share them evenly" in said.stderr
