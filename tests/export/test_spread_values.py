@@ -31,13 +31,6 @@ def looked_up(r: Tensor, weight: Tensor) -> Tensor:
     return (torch.cos(r)[torch.arange(4 * r.shape[0]) % r.shape[0]] * weight[0, 0]).square().sum()
 
 
-def rotary(r: Tensor, weight: Tensor) -> Tensor:
-    """As in a language model: of each position, for each head."""
-    angles = r[:, None] * torch.arange(1.0, 17)
-    heads = weight.view(1, 8, 16) * r.view(-1, 1, 1)
-    return (heads * angles.cos()[:, None] + heads.flip(-1) * angles.sin()[:, None]).square().sum()
-
-
 def imported(package: Path, folder: Path) -> set[str]:
     """Return the names of the functions that the package's libraries import."""
     with zipfile.ZipFile(package) as archive:
@@ -50,8 +43,7 @@ def imported(package: Path, folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"),
-    [(envelope, torch.float32), (expanded, torch.float64), (looked_up, torch.float64), (rotary, torch.float32)],
+    ("program", "dtype"), [(envelope, torch.float32), (expanded, torch.float64), (looked_up, torch.float64)]
 )
 def test_functions_of_rows_are_computed_in_vectors(
     program: Callable[..., Tensor], dtype: torch.dtype, tmp_path: Path
